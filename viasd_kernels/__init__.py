@@ -1,6 +1,27 @@
 """Kernels of tiered speculative decoding: small, stateless, tensors in, tensors out."""
 
+from .acceptance import ChainVerdict, Gate, GateVerdict, Region, Stats, accept_chain, acceptance_stats, gate_tiers
 from .sampling import draw_from_weights, uniforms
 from .status import FATAL, Status
+from .tree_verify import Tree, TreeVerdict, build_tree, compact_kv, tree_attention, verify_tree
 
-__all__ = ["FATAL", "Status", "draw_from_weights", "uniforms"]
+__all__ = [
+    "FATAL",
+    "ChainVerdict",
+    "Gate",
+    "GateVerdict",
+    "Region",
+    "Stats",
+    "Status",
+    "Tree",
+    "TreeVerdict",
+    "accept_chain",
+    "acceptance_stats",
+    "build_tree",
+    "compact_kv",
+    "draw_from_weights",
+    "gate_tiers",
+    "tree_attention",
+    "uniforms",
+    "verify_tree",
+]

@@ -53,6 +53,7 @@ def check_tensor(
 
 def check_row_start(op: str, row_start: torch.Tensor, num_rows: int) -> None:
     """Raise ``ValueError`` unless ``row_start [B+1]`` runs from 0 to ``num_rows`` without going back (synchronises)."""
-    starts = row_start.tolist()
-    if not starts or starts[0] != 0 or starts[-1] != num_rows or any(a > b for a, b in zip(starts, starts[1:])):
-        raise ValueError(f"{op}: row_start must run from 0 to the number of rows, {num_rows}, ascending; got {starts}")
+    if not row_start.numel() or bool((row_start[0] != 0) | (row_start[-1] != num_rows) | (row_start.diff() < 0).any()):
+        raise ValueError(
+            f"{op}: row_start must run from 0 to the number of rows, {num_rows}, ascending; got {row_start}"
+        )

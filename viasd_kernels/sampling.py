@@ -2,6 +2,9 @@
 
 import torch
 
+from .checks import resolve_impl
+from .native import load_native
+
 
 def draw_from_weights(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """Sample one id per row by inverse CDF.
@@ -18,9 +21,10 @@ def draw_from_weights(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tenso
     """
     running = weights.double().cumsum(-1)
     threshold = coins.unsqueeze(-1) * running[..., -1:]
-    beyond = running > threshold
-    ids = beyond.int().argmax(-1)
     positive = weights > 0
+    # A parallel scan's running sum may waver by a rounding where a weight is 0: only ids with mass are ever drawn.
+    beyond = (running > threshold) & positive
+    ids = beyond.int().argmax(-1)
     highest = weights.shape[-1] - 1 - positive.flip(-1).int().argmax(-1)
     ids = torch.where(beyond.any(-1), ids, highest)
     return torch.where(positive.any(-1), ids, -1)
@@ -31,7 +35,7 @@ PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_32 = 0xFFFFFFFF
 
 
-def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
+def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int, *, impl: str = "auto") -> torch.Tensor:
     """Coins in [0, 1) that depend on (seed, draw, slot) only: Philox-4x32-10, counter-based.
 
     The same on every device and in every batch. Key: the seed's two 32-bit halves. Counter: the draw's two halves,
@@ -43,6 +47,7 @@ def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
         draws: [B] int64, the request's own running count of passes: never reused, never a token position (coins that
             are shared between tiers or keyed by position bias what is sampled).
         n: coins per sequence; slot i is row i within the op's sequence.
+        impl: "auto", "reference" or "native" (CPU): the same bits.
 
     Returns:
         [B, n] float64.
@@ -51,6 +56,9 @@ def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
         raise ValueError(f"uniforms: seeds and draws must both be [B], got {list(seeds.shape)}, {list(draws.shape)}")
     if n < 0:
         raise ValueError(f"uniforms: n must be >= 0, got {n}")
+    available = ("reference", "native") if seeds.device.type == "cpu" else ("reference",)
+    if resolve_impl("uniforms", impl, seeds.device, available) == "native":
+        return _uniforms_native(seeds.long().contiguous(), draws.long().contiguous(), n)
     blocks = torch.arange((n + 1) // 2, device=seeds.device)
     seeds, draws = seeds.long().unsqueeze(1), draws.long().unsqueeze(1)
     keys = [seeds & _LOW_32, (seeds >> 32) & _LOW_32]
@@ -65,6 +73,12 @@ def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
             first & _LOW_32,
         ]
         keys = [(key + step) & _LOW_32 for key, step in zip(keys, PHILOX_KEY_STEPS)]
-    pairs = torch.stack(torch.broadcast_tensors(*words), -1).reshape(seeds.shape[0], -1, 2)
+    pairs = torch.stack(torch.broadcast_tensors(*words), -1).reshape(seeds.shape[0], 2 * blocks.numel(), 2)
     bits = ((pairs[..., 0] >> 5) << 26) | (pairs[..., 1] >> 6)
     return bits[:, :n].double() * 2.0**-53
+
+
+def _uniforms_native(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
+    out = torch.empty(seeds.shape[0], n, dtype=torch.float64)
+    load_native().uniforms(seeds.data_ptr(), draws.data_ptr(), out.data_ptr(), seeds.shape[0], n)
+    return out

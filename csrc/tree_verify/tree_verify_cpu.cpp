@@ -1,0 +1,84 @@
+#include "tree_verify/tree_verify_cpu.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "sampling/node_laws.h"
+
+namespace viasd {
+
+namespace {
+
+// Argmax ids that the caller brought; no logits are read.
+struct GivenArgmax {
+    const int64_t* ids;
+    int64_t vocab;
+
+    int64_t argmax(int64_t node, int32_t* status) const {
+        if (ids[node] >= 0 && ids[node] < vocab) return ids[node];
+        *status |= STATUS_TOKEN_OUT_OF_RANGE;
+        return -1;
+    }
+};
+
+template <class Real>
+SequenceVerdict verify_sequence(const VerifyTreeInputs& in, const TreeRows& rows, int64_t first_row, Real temperature,
+                                NodeLaws<Real>& laws, int32_t* path) {
+    laws.start_sequence(first_row, temperature);
+    if (temperature > 0) {
+        if (in.full_logits.data) return walk_sampled(rows, in.uniforms + first_row, in.proposal, laws, path);
+        SequenceVerdict nothing_to_sample;
+        path[0] = 0;
+        nothing_to_sample.status = STATUS_TARGET_EMPTY;
+        return nothing_to_sample;
+    }
+    if (!in.full_argmax) return walk_greedy(rows, laws, path);
+    GivenArgmax given = {in.full_argmax + first_row, rows.vocab};
+    return walk_greedy(rows, given, path);
+}
+
+template <class Real>
+void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out) {
+    NodeLaws<Real> laws(in.full_logits, in.draft_logits);
+    const int64_t vocab = in.full_logits.data ? in.full_logits.width : std::numeric_limits<int64_t>::max();
+    std::fill_n(out.path, in.num_rows, NO_ROW);
+    for (int64_t b = 0; b < in.num_sequences; ++b) {
+        const int64_t first = in.row_start[b], num_rows = in.row_start[b + 1] - first;
+        SequenceVerdict verdict;
+        if (num_rows > 0) {
+            const TreeRows rows = {in.depth + first,      in.first_child + first, in.next_sibling + first,
+                                   in.row_tokens + first, num_rows,               vocab};
+            const Real temperature = static_cast<Real>(in.temperature[b]);
+            verdict = verify_sequence(in, rows, first, temperature, laws, out.path + first);
+            verdict.status |= inspect_tree(rows);
+        }
+        out.num_accepted[b] = verdict.num_accepted;
+        out.next_token[b] = verdict.next_token;
+        out.status[b] = verdict.status;
+    }
+}
+
+}  // namespace
+
+void build_tree_cpu(const int64_t* parents, const int64_t* row_start, int64_t num_sequences, int64_t num_rows,
+                    int64_t max_rows, TreeLinks tree) {
+    require_row_start(row_start, num_sequences, num_rows);
+    const int64_t num_words = (max_rows + 63) / 64;
+    for (int64_t b = 0; b < num_sequences; ++b) {
+        const int64_t first = row_start[b];
+        const TreeLinks links = {tree.ancestors + first * num_words, tree.depth + first, tree.first_child + first,
+                                 tree.next_sibling + first};
+        build_tree_sequence(parents + first, row_start[b + 1] - first, max_rows, num_words, links);
+    }
+}
+
+void verify_tree_cpu(const VerifyTreeInputs& in, const VerifyTreeOutputs& out) {
+    require_row_start(in.row_start, in.num_sequences, in.num_rows);
+    if (in.full_logits.data && (is_double(in.full_logits) || is_double(in.draft_logits))) {
+        verify_sequences<double>(in, out);
+    } else {
+        verify_sequences<float>(in, out);
+    }
+}
+
+}  // namespace viasd

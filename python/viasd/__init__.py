@@ -1,0 +1,49 @@
+"""viasd: exact tiered speculative decoding.
+
+import viasd
+
+lm = viasd.load(drafter="prompt-lookup", route="default")
+print(lm.generate([{"role": "user", "content": "What is a tide?"}], max_new_tokens=64).text)
+"""
+
+from viasd.decode import DecodeRun, Gate, Request, Result, Speculation, Stats, Token
+from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
+from viasd.errors import (
+    DecodeError,
+    InvalidInput,
+    ModelNotInstalled,
+    RouteMismatch,
+    UnsupportedModel,
+    ViasdError,
+)
+from viasd.language_model import LanguageModel, Stream, load
+from viasd.models import Model, TransformersModel
+from viasd.routing import Route
+from viasd.sampling import Sampling
+
+__all__ = [
+    "DecodeError",
+    "DecodeRun",
+    "Drafter",
+    "Gate",
+    "InvalidInput",
+    "LanguageModel",
+    "Model",
+    "ModelDrafter",
+    "ModelNotInstalled",
+    "PromptLookup",
+    "Request",
+    "Result",
+    "Route",
+    "RouteMismatch",
+    "Sampling",
+    "SelfDrafter",
+    "Speculation",
+    "Stats",
+    "Stream",
+    "Token",
+    "TransformersModel",
+    "UnsupportedModel",
+    "ViasdError",
+    "load",
+]

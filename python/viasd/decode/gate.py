@@ -1,0 +1,67 @@
+"""The gate: which of three regions the slim distribution sends a drafted token to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from viasd.errors import InvalidInput
+
+REGIONS = ("A", "B", "C")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A criterion and its two thresholds (VIA-SD, arXiv:2606.12243, as reported in public notes).
+
+    "ratio": r = q'(v) / max q' of the drafted token v; A if r >= accept, C if r < escalate, else B. "tv": s = total
+    variation of the draft and the slim distribution; "kl": s = KL(draft || slim) in nats; A if s <= accept, C if
+    s > escalate, else B. A proposal without logits counts as one-hot.
+
+    In exact mode the gate decides only *when* the full model is asked: a sequence escalates when a drafted token that
+    the exact rule has already accepted lies in region C. Nothing is cut.
+
+    Raises:
+        InvalidInput: an unknown criterion, or thresholds in the wrong order, which would leave region B empty.
+    """
+
+    criterion: str = "ratio"
+    accept: float = 0.60
+    escalate: float = 0.30
+
+    def __post_init__(self) -> None:
+        if self.criterion not in ("ratio", "tv", "kl"):
+            raise InvalidInput(f"gate: criterion must be 'ratio', 'tv' or 'kl', got {self.criterion!r}")
+        low, high = (self.escalate, self.accept) if self.criterion == "ratio" else (self.accept, self.escalate)
+        if not low <= high:
+            sign = "<=" if self.criterion == "ratio" else ">="
+            raise InvalidInput(
+                f"gate: escalate must be {sign} accept for criterion {self.criterion!r}, or region B is empty; "
+                f"got escalate={self.escalate}, accept={self.accept}"
+            )
+
+    def regions(
+        self, tokens: torch.Tensor, slim_logits: torch.Tensor, draft_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[n] ids, [n, V] and [n, Vd] masked logits of the rows that judge them -> [n] index into ``REGIONS``."""
+        slim = slim_logits.float().log_softmax(-1)
+        chosen = slim.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
+        if self.criterion == "ratio":
+            score = (chosen - slim.amax(-1)).exp()
+            return torch.where(score >= self.accept, 0, torch.where(score < self.escalate, 2, 1))
+        if draft_logits is None:
+            score = 1.0 - chosen.exp() if self.criterion == "tv" else -chosen
+        else:
+            score = _distance(self.criterion, draft_logits.float().log_softmax(-1), slim)
+        region = torch.where(score <= self.accept, 0, torch.where(score <= self.escalate, 1, 2))
+        return torch.where(chosen == -torch.inf, 2, region)
+
+
+def _distance(criterion: str, draft: torch.Tensor, slim: torch.Tensor) -> torch.Tensor:
+    """[n] total variation or KL(draft || slim) of log-probabilities [n, Vd], [n, V]; ids >= Vd have no draft mass."""
+    common, rest = slim[:, : draft.shape[1]], slim[:, draft.shape[1] :]
+    probs = draft.exp()
+    if criterion == "tv":
+        return 0.5 * ((probs - common.exp()).abs().sum(-1) + rest.exp().sum(-1))
+    return torch.where(probs > 0, probs * (draft - common), 0.0).sum(-1)

@@ -1,0 +1,75 @@
+"""What goes into the decode loop and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from viasd.decode.gate import Gate
+from viasd.decode.stats import Stats
+from viasd.errors import InvalidInput
+from viasd.sampling import Sampling
+
+Tier = Literal["draft", "slim", "full"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompt ids and sampling settings; ``sampling.seed`` and ``sampling.eos_token_ids`` may not be None."""
+
+    prompt_tokens: Sequence[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Token:
+    """One emitted token: its id, the text it added (may be empty inside a character), the tier that decided it."""
+
+    id: int
+    text: str
+    tier: Tier
+
+
+@dataclass
+class Result:
+    """What one request generated; ``tiers[i]`` is the tier that decided ``tokens[i]``."""
+
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    tiers: list[Tier] = field(default_factory=list)
+    text: str = ""
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: Literal["eos", "length", "error"] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How to speculate.
+
+    Args:
+        mode: "exact": the output is distributed as the full model's (greedy: token for token).
+        gamma: drafted tokens per cycle, at least 1.
+        max_pending: the full model is asked once this many tokens wait for it, at least 1.
+        gate: when else it is asked.
+        co_escalate: sequences of a batch that wait for the full model join a pass that another one needs; changes
+            samples, not their law.
+
+    Raises:
+        InvalidInput: a value outside its range.
+    """
+
+    mode: Literal["exact"] = "exact"
+    gamma: int = 5
+    max_pending: int = 8
+    gate: Gate = field(default_factory=Gate)
+    co_escalate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode != "exact":
+            raise InvalidInput(f"mode must be 'exact', got {self.mode!r}")
+        for name in ("gamma", "max_pending"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidInput(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,0 +1,167 @@
+"""One verifying pass: a draft's rows through a model tier, and which of them are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from viasd.decode.sequence import SequenceState
+from viasd.drafters import Draft
+from viasd.models.base import Model, Rows
+from viasd.routing import Route
+from viasd.sampling import mask_rows
+from viasd_kernels import FATAL, Status, accept_chain, build_tree, verify_tree
+
+Coins = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one pass decided, for B sequences.
+
+    Args:
+        row_start: [B+1] first row of each sequence.
+        paths: B lists: the accepted drafted rows in order, as indices within the sequence.
+        next_token: [B] the token drawn after the last accepted row; -1 where its distribution is broken.
+        status: [B] what was found wrong.
+        logits: [R, V] masked by the requests' settings, before temperature.
+    """
+
+    row_start: list[int]
+    paths: list[list[int]]
+    next_token: list[int]
+    status: list[Status]
+    logits: torch.Tensor
+
+    def judges(self, b: int) -> list[int]:
+        """Rows whose distributions judged sequence b's accepted tokens, then the one its next token was drawn from."""
+        return [self.row_start[b] + row for row in (0, *self.paths[b])]
+
+
+def verify(
+    model: Model,
+    cache: object,
+    sequences: Sequence[SequenceState],
+    draft: Draft,
+    coins: Coins,
+    *,
+    route: Route | None = None,
+    capture_layers: Sequence[int] = (),
+) -> Verification:
+    """Run the draft's rows through one tier and verify them against it, exactly.
+
+    Afterwards each sequence's slots hold the keys of its root and of the accepted rows.
+    """
+    row_start = starts([len(tokens) for tokens in draft.row_tokens])
+    new_slots = cache.pool.take(row_start[-1])  # type: ignore[attr-defined]
+    parents = [parent for own in draft.parents for parent in own] if draft.parents else None
+    rows = Rows(
+        tokens=[token for own in draft.row_tokens for token in own],
+        positions=_positions(sequences, draft),
+        row_start=row_start,
+        slots=new_slots,
+        context=[sequence.slots for sequence in sequences],
+        parents=parents,
+    )
+    output = model.forward(rows, cache, route=route, capture_layers=capture_layers)
+    logits = mask_rows(output.logits, [sequence.sampling for sequence in sequences], row_start)
+    verification = judge(sequences, draft, logits, row_start, coins)
+    for b, sequence in enumerate(sequences):
+        kept = [0, *verification.paths[b]]
+        own = new_slots[row_start[b] : row_start[b + 1]]
+        sequence.slots.extend(own[row] for row in kept)
+        cache.pool.give([slot for row, slot in enumerate(own) if row not in kept])  # type: ignore[attr-defined]
+        judges = verification.judges(b)
+        sequence.captured = {layer: hidden[judges] for layer, hidden in output.captured.items()}
+    return verification
+
+
+def judge(
+    sequences: Sequence[SequenceState], draft: Draft, logits: torch.Tensor, row_start: list[int], coins: Coins
+) -> Verification:
+    """The verdict on a draft from the masked logits [R, V] of its rows."""
+    device = logits.device
+    tokens = torch.tensor([token for own in draft.row_tokens for token in own], device=device)
+    start = torch.tensor(row_start, device=device)
+    temperature = torch.tensor([sequence.sampling.temperature for sequence in sequences], device=device)
+    uniforms = coins_for(sequences, row_start, coins, device)
+    if draft.parents is None:
+        chain = accept_chain(
+            tokens, logits, uniforms, start, temperature=temperature, draft_logits=draft.logits, check=False
+        )
+        num_accepted, next_token, status = torch.stack(list(chain)).tolist()
+        paths = [list(range(1, count + 1)) for count in num_accepted]
+    else:
+        parents = torch.tensor([parent for own in draft.parents for parent in own], device=device, dtype=torch.int32)
+        widest = max(len(own) for own in draft.parents)
+        verdict = verify_tree(
+            build_tree(parents, start, max_rows=widest, check=False),
+            tokens,
+            logits,
+            uniforms,
+            start,
+            temperature=temperature,
+            draft_logits=draft.logits,
+            proposal=draft.proposal,
+            check=False,
+        )
+        num_accepted, next_token, status = torch.stack(list(verdict[1:])).tolist()
+        path = verdict.path.tolist()
+        paths = [path[first + 1 : first + 1 + count] for first, count in zip(row_start[:-1], num_accepted, strict=True)]
+    return Verification(row_start, paths, next_token, [Status(bits) for bits in status], logits)
+
+
+def coins_for(
+    sequences: Sequence[SequenceState], row_start: Sequence[int], coins: Coins, device: torch.device
+) -> torch.Tensor:
+    """[R] float64: one coin per row, from each request's own seed and pass count."""
+    draws = [sequence.next_draw() for sequence in sequences]
+    if all(sequence.greedy for sequence in sequences):
+        return torch.zeros(row_start[-1], dtype=torch.float64, device=device)  # never read
+    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
+    counts = torch.tensor(row_start, device=device).diff()
+    widest = int(counts.max())
+    grid = coins(seeds, torch.tensor(draws, device=device), widest)
+    return grid[torch.arange(widest, device=device) < counts.unsqueeze(1)]
+
+
+def token_probs(
+    logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], temperature: list[float]
+) -> list[float]:
+    """Probability of each token under its row of masked logits at its temperature; 0 for ids beyond the row."""
+    if not rows:
+        return []
+    chosen = logits[torch.tensor(rows, device=logits.device)].float()
+    chosen = chosen / torch.tensor(temperature, device=logits.device).unsqueeze(1)
+    ids = torch.tensor(tokens, device=logits.device)
+    inside = ids < logits.shape[-1]
+    probs = chosen.log_softmax(-1).gather(1, ids.where(inside, 0).unsqueeze(1)).squeeze(1).exp()
+    return probs.where(inside, 0.0).tolist()
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    """[B+1] running sums of ``lengths``, from 0."""
+    row_start = [0]
+    for length in lengths:
+        row_start.append(row_start[-1] + length)
+    return row_start
+
+
+def is_fatal(status: Status) -> bool:
+    return bool(status & FATAL)
+
+
+def _positions(sequences: Sequence[SequenceState], draft: Draft) -> list[int]:
+    positions: list[int] = []
+    for b, sequence in enumerate(sequences):
+        root = len(sequence.tokens) - 1
+        if draft.parents is None:
+            positions.extend(range(root, root + len(draft.row_tokens[b])))
+            continue
+        depth: list[int] = []
+        for parent in draft.parents[b]:
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        positions.extend(root + own for own in depth)
+    return positions

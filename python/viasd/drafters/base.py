@@ -1,0 +1,101 @@
+"""The drafter protocol: propose tokens, with the distribution they were drawn from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from viasd.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may look at, for B sequences.
+
+    Args:
+        request_ids: [B] identify the requests across calls.
+        tokens: B lists: prompt and output so far, pending tokens included; the last one is the root of the draft.
+        max_tokens: [B] how many tokens may be drafted; may be 0.
+        sampling: [B] each request's settings.
+        cache: the target's cache, for drafters that share it.
+        slots: B lists: each sequence's slots in that cache (all its tokens but the last).
+        captured: [B] the hidden states that entered ``capture_layers`` in each sequence's last pass, layer -> [n, D],
+            for the root and the accepted rows; empty before the first pass.
+        draw: ``draw(indices, logits [n, V])`` samples one token for each of these sequences, with its settings and
+            its own coins; returns the ids and the masked logits they were drawn from, which is what the draft must
+            report. It counts as one draft pass.
+    """
+
+    request_ids: Sequence[int]
+    tokens: Sequence[list[int]]
+    max_tokens: Sequence[int]
+    sampling: Sequence[Sampling]
+    cache: Any
+    slots: Sequence[Sequence[int]]
+    captured: Sequence[dict[int, torch.Tensor]]
+    draw: Callable[[Sequence[int], torch.Tensor], tuple[list[int], torch.Tensor]]
+
+    @property
+    def all_greedy(self) -> bool:
+        return all(sampling.temperature == 0 for sampling in self.sampling)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposal for B sequences.
+
+    Args:
+        row_tokens: B lists: the root, then the drafted tokens.
+        logits: [R, Vd]; row r is the distribution from which row r's successor (chain) or children (tree) were drawn.
+            None: the proposal is deterministic, or the requests are greedy.
+        parents: B lists: each row's parent within its sequence, -1 for the root. None: chains.
+        proposal: how a tree's siblings were drawn: "deterministic", "without_replacement" or "with_replacement".
+    """
+
+    row_tokens: list[list[int]]
+    logits: torch.Tensor | None = None
+    parents: list[list[int]] | None = None
+    proposal: str = "deterministic"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a draft: per sequence, the accepted drafted tokens and the token that followed (-1: none)."""
+
+    request_ids: Sequence[int]
+    accepted: list[list[int]] = field(default_factory=list)
+    next_token: list[int] = field(default_factory=list)
+
+
+class Drafter(ABC):
+    """Proposes tokens. Anything may propose; what it reports must be what it drew from."""
+
+    name: str = "drafter"
+    capture_layers: tuple[int, ...] = ()
+
+    def start(self) -> Drafter:
+        """The drafter of one decode run; what keeps state per request returns a fresh one that shares its weights."""
+        return self
+
+    @abstractmethod
+    def propose(self, context: DraftContext) -> Draft:
+        """At most ``context.max_tokens[b]`` tokens for sequence b."""
+
+    def observe(self, verdict: Verdict) -> None:  # noqa: B027 - most drafters have nothing to learn
+        """Told after each verification."""
+
+    def close(self, request_ids: Sequence[int]) -> None:  # noqa: B027 - nor anything to give back
+        """These requests are finished."""
+
+
+def draft_logits(num_rows: int, rows: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+    """[R, Vd] from the rows that were drawn from; the others stay 0 and are never read. None without any."""
+    if not rows:
+        return None
+    logits = rows[0][1].new_zeros(num_rows, rows[0][1].shape[-1])
+    logits[torch.tensor([row for row, _ in rows], device=logits.device)] = torch.stack([values for _, values in rows])
+    return logits

@@ -1,0 +1,36 @@
+"""What viasd raises. Every message names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from viasd.decode.request import Result
+
+
+class ViasdError(Exception):
+    """Base of everything that viasd raises on purpose."""
+
+
+class InvalidInput(ViasdError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class UnsupportedModel(ViasdError):
+    """The model's forward cannot run in packed rows over a slot cache, or its weights are broken."""
+
+
+class ModelNotInstalled(ViasdError, RuntimeError):
+    """The package that carries the embedded default model, or what reads it, is missing."""
+
+
+class RouteMismatch(ViasdError, ValueError):
+    """A route was made for another model."""
+
+
+class DecodeError(ViasdError, RuntimeError):
+    """A request could not be finished. ``results`` holds what every request of the call had generated."""
+
+    def __init__(self, message: str, results: list[Result]) -> None:
+        super().__init__(message)
+        self.results = results

@@ -1,0 +1,319 @@
+"""The calls that most people need: ``viasd.load`` and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from viasd.decode import DecodeRun, Request, Result, Speculation, Token
+from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
+from viasd.errors import DecodeError, InvalidInput, ViasdError
+from viasd.models import Model, TransformersModel
+from viasd.routing import Route
+from viasd.sampling import Sampling
+from viasd.text import Detokenizer, Prompt, encode, is_batch
+
+# Shares of the middle sub-layers that routes bypass before a search has found better ones. Measured on the embedded
+# model: evenly spread, 45 % of the middle leaves 1 % of the full model's choices; a seventh of the attentions, 75 %.
+SLIM_SHARES = {"attention": 0.15, "mlp": 0.0}
+SELF_DRAFT_SHARES = {"attention": 0.25, "mlp": 0.1}
+DRAFTERS = ("prompt-lookup", "self")
+
+
+class LanguageModel:
+    """A model, what drafts for it, and the tiers that verify. Made by ``viasd.load``.
+
+    Attributes:
+        model: the target.
+        tokenizer: None where the model came without one; prompts are ids then, and results have no text.
+        drafter: None for plain decoding.
+        route: the slim tier's; None where there are two tiers.
+        eos_token_ids: the model's own end-of-sequence tokens.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any = None,
+        *,
+        drafter: Drafter | None = None,
+        route: Route | None = None,
+        speculation: Speculation | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.route = route
+        self.speculation = speculation or Speculation()
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> Any:
+        """Continue a prompt, or several together.
+
+        The output is distributed exactly as the full model's own, and greedy output (``temperature=0``) is the full
+        model's token for token.
+
+        Args:
+            prompt: text, chat messages (dicts with "role" and "content"; the chat template is applied) or ids; or a
+                list of such prompts.
+            max_new_tokens, temperature, top_k, top_p, min_p, eos_token_ids: see ``viasd.Sampling``.
+            seed: of the request's own coins. The same seed gives the same output whatever else is in the call; give a
+                list, one per prompt, to sample the same prompt in different ways.
+
+        Returns:
+            A ``Result``; for a list of prompts a list of them, in order.
+
+        Raises:
+            InvalidInput: a prompt or a setting that cannot work.
+            DecodeError: a request broke off; its ``results`` hold what all of them generated.
+        """
+        prompts = list(prompt) if is_batch(prompt) else [prompt]
+        settings = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, None, _ids_or_none(eos_token_ids))
+        run = self._run(prompts, settings, seed)
+        for _ in run.cycles():
+            pass
+        for result in run.results:
+            result.text = self._text(result.tokens)
+        broken = [f"prompt {i}: {result.error}" for i, result in enumerate(run.results) if result.error]
+        if broken:
+            raise DecodeError("; ".join(broken), run.results)
+        return run.results if is_batch(prompt) else run.results[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> Stream:
+        """Continue one prompt and hand out each token as soon as it is final; arguments as in ``generate``."""
+        if is_batch(prompt):
+            raise InvalidInput("prompt: stream takes one prompt, got a list of them")
+        settings = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, None, _ids_or_none(eos_token_ids))
+        return Stream(self._run([prompt], settings, seed), self.tokenizer)
+
+    def _run(self, prompts: Sequence[Any], settings: Sampling, seed: int | Sequence[int] | None) -> DecodeRun:
+        if isinstance(seed, Sequence) and len(seed) != len(prompts):
+            raise InvalidInput(f"seed must be one number or one per prompt, {len(prompts)}, got {len(seed)}")
+        eos = self.eos_token_ids if settings.eos_token_ids is None else settings.eos_token_ids
+        requests = []
+        for i, prompt in enumerate(prompts):
+            own_seed = seed[i] if isinstance(seed, Sequence) else seed
+            if own_seed is None:
+                own_seed = int(torch.randint(2**62, ()))
+            ids = encode(prompt, self.tokenizer, self.model.vocab_size, self.model.max_positions)
+            sampling = Sampling(
+                settings.max_new_tokens,
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                settings.min_p,
+                own_seed,
+                eos,
+            )
+            requests.append(Request(ids, sampling))
+        return DecodeRun(self.model, requests, drafter=self.drafter, route=self.route, speculation=self.speculation)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer else ""
+
+
+class Stream(Iterator[Token]):
+    """Tokens as they become final. ``result`` is what there is so far, after an interruption too."""
+
+    def __init__(self, run: DecodeRun, tokenizer: Any) -> None:
+        self._run = run
+        self._tokenizer = tokenizer
+        self._tokens = self._generate()
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    @property
+    def result(self) -> Result:
+        result = self._run.results[0]
+        if self._tokenizer:
+            result.text = self._tokenizer.decode(result.tokens, skip_special_tokens=True)
+        return result
+
+    def _generate(self) -> Iterator[Token]:
+        detokenizer = Detokenizer(self._tokenizer)
+        result = self._run.results[0]
+        for cycle in self._run.cycles():
+            for progress in cycle:
+                last = len(progress.tokens) - 1 if result.finish_reason else None
+                for i, (token, tier) in enumerate(zip(progress.tokens, progress.tiers, strict=True)):
+                    text = detokenizer.push(token)
+                    yield Token(token, text + detokenizer.flush() if i == last else text, tier)
+        if result.error:
+            raise DecodeError(result.error, [self.result])
+
+
+def load(
+    model: str | Path | nn.Module | Model | None = None,
+    *,
+    drafter: str | Path | nn.Module | Drafter | None = "prompt-lookup",
+    route: str | Path | Route | None = None,
+    tokenizer: Any = None,
+    speculation: Speculation | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LanguageModel:
+    """A language model that decodes in tiers.
+
+    Args:
+        model: a folder or hub name, a Transformers model (stays untouched), or None for the embedded default,
+            SmolLM2-135M-Instruct.
+        drafter: "prompt-lookup", "self" (the model itself on a route lighter than the slim tier's default), a smaller
+            model with the same vocabulary or its path, any ``Drafter``, or None for plain decoding.
+        route: the slim verifier between drafter and full model: a ``Route``, the path of one, "default" (a seventh of
+            the middle attentions bypassed, evenly spread), or None for two tiers.
+        tokenizer: for a model that comes without one.
+        speculation: draft length, gate and the like.
+        device, dtype: where and how a model that is loaded here runs; default: CUDA where there is one, float32 on a
+            CPU, else the checkpoint's.
+        progress: told ``(what, done, total)`` while the embedded default is converted, once.
+
+    Raises:
+        InvalidInput, UnsupportedModel, RouteMismatch, ModelNotInstalled: see their docstrings.
+    """
+    target, tokenizer, eos = _target(model, tokenizer, device, dtype, progress)
+    return LanguageModel(
+        target,
+        tokenizer,
+        drafter=_drafter(drafter, target, tokenizer, device, dtype),
+        route=_route(route, target),
+        speculation=speculation,
+        eos_token_ids=eos,
+    )
+
+
+def _target(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: Any) -> tuple[Model, Any, tuple[int, ...]]:
+    if model is None:
+        from viasd.models.embedded import embedded_model
+
+        model = embedded_model(progress=progress)
+    if isinstance(model, (str, Path)):
+        name = Path(model).name
+        model, own_tokenizer = _read(model, device, dtype)
+        tokenizer = tokenizer or own_tokenizer
+        return TransformersModel(model, name), tokenizer, _eos(model)
+    if isinstance(model, nn.Module):
+        return TransformersModel(model), tokenizer, _eos(model)
+    return model, tokenizer, ()
+
+
+def _read(path: str | Path, device: Any, dtype: Any) -> tuple[nn.Module, Any]:
+    """A Transformers model and its tokenizer (None where the folder has none)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    if (isinstance(path, Path) or path.startswith(("/", ".", "~"))) and not Path(path).is_dir():
+        raise InvalidInput(f"model: no folder {path}")  # the hub's own message for such a name helps nobody
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"model: cannot load {path}: {str(error).splitlines()[0]}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError):
+        tokenizer = None
+    return model, tokenizer
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    config = getattr(model, "generation_config", None) or model.config
+    eos = config.eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _route(route: str | Path | Route | None, model: Model) -> Route | None:
+    if route == "default":
+        return Route.spread(model.num_layers, **SLIM_SHARES)
+    if isinstance(route, (str, Path)):
+        route = Route.load(route)
+    if route is not None:
+        if not isinstance(route, Route):
+            raise InvalidInput(f"route must be a Route, a path, 'default' or None, got {type(route).__name__}")
+        route.check(model.num_layers, getattr(model, "config_hash", ""), model.name)
+    return route
+
+
+def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: Any) -> Drafter | None:
+    if drafter is None or isinstance(drafter, Drafter):
+        return drafter
+    if drafter == "prompt-lookup":
+        return PromptLookup()
+    if drafter == "self":
+        return SelfDrafter(target, Route.spread(target.num_layers, **SELF_DRAFT_SHARES))
+    own_tokenizer = None
+    if isinstance(drafter, (str, Path)):
+        if not Path(drafter).is_dir():
+            raise InvalidInput(
+                f"drafter must be {', '.join(map(repr, DRAFTERS))}, a model, the folder of one, or None; "
+                f"got {drafter!r}"
+            )
+        name = Path(drafter).name
+        module, own_tokenizer = _read(drafter, device, dtype)
+        small: Model = TransformersModel(module, name)
+    elif isinstance(drafter, nn.Module):
+        small = TransformersModel(drafter)
+    elif hasattr(drafter, "forward") and hasattr(drafter, "new_cache"):
+        small = drafter
+    else:
+        raise InvalidInput(f"drafter must be a name, a path, a model, a Drafter or None, got {type(drafter).__name__}")
+    _check_vocabularies(small, own_tokenizer, target, tokenizer)
+    return ModelDrafter(small)
+
+
+def _check_vocabularies(small: Model, small_tokenizer: Any, target: Model, tokenizer: Any) -> None:
+    """Raise ``InvalidInput`` unless an id means the same token to both, as far as that can be known."""
+    if small_tokenizer is not None and tokenizer is not None:
+        theirs = {id: token for token, id in small_tokenizer.get_vocab().items()}
+        ours = {id: token for token, id in tokenizer.get_vocab().items()}
+        differing = sorted(id for id in theirs.keys() & ours.keys() if theirs[id] != ours[id])
+        if differing:
+            id = differing[0]
+            raise InvalidInput(
+                f"drafter: its vocabulary differs from the model's in {len(differing)} ids; "
+                f"id {id} is {theirs[id]!r} there and {ours[id]!r} here"
+            )
+    elif small.vocab_size != target.vocab_size:
+        raise InvalidInput(
+            f"drafter: it has {small.vocab_size} tokens and the model {target.vocab_size}, "
+            "and there are no two tokenizers to show that the common ids agree"
+        )
+
+
+def _ids_or_none(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+__all__ = ["LanguageModel", "Stream", "ViasdError", "load"]

@@ -1,0 +1,199 @@
+"""The generic path: any decoder-only Transformers model over token slots, with layers bypassed on request."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from viasd.errors import UnsupportedModel
+from viasd.models.base import DecoderOutput, Rows
+from viasd.models.bypass import capture_sink, find_layers, make_view
+from viasd.models.slot_cache import SlotCache, visible_slots
+from viasd.routing import Route
+
+PROBE_LENGTH = 12
+MASK_KINDS = ("full_attention", "sliding_attention")
+VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "_attn_implementation")
+
+
+class TransformersModel:
+    """Implements ``viasd.models.base.Model`` for a Transformers causal language model; the model stays untouched.
+
+    A pass is one row of the model's batch with explicit positions and a 4D additive mask (a boolean mask is silently
+    wrong on eager models). At construction a short probe compares the slot forward, with a rollback and a tree in it,
+    against the model's plain forward.
+
+    Raises:
+        UnsupportedModel: the probe differs or fails, an attention kind or implementation that masks by slots cannot
+            serve, weights that are not finite, or a model in training mode.
+    """
+
+    implementation = "transformers"
+    reason = "the generic path: the model's own forward, over a slot cache"
+
+    def __init__(self, model: nn.Module, name: str | None = None) -> None:
+        if model.training:
+            raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.model = model
+        self.config = config
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self._layers_path = find_layers(model, self.num_layers)
+        arguments = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in arguments
+        self._mask_kinds = self._read_mask_kinds()
+        self._layer_returns_tuple = False
+        self._views: dict[Route | None, nn.Module] = {}
+        self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def config_hash(self) -> str:
+        """Identifies the architecture: a hash of the configuration without what may vary between copies."""
+        content = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_CONFIG}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def new_cache(self) -> SlotCache:
+        return SlotCache(self.num_layers, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Rows,
+        cache: SlotCache,
+        *,
+        route: Route | None = None,
+        logits_rows: Sequence[int] | None = None,
+        capture_layers: Sequence[int] = (),
+    ) -> DecoderOutput:
+        """See ``viasd.models.base.Model.forward``."""
+        cache.begin(rows)
+        device = self.device
+        visible = visible_slots(rows, cache)
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor(rows.tokens, device=device).unsqueeze(0),
+            "position_ids": torch.tensor(rows.positions, device=device).unsqueeze(0),
+            "attention_mask": self._masks(visible, rows, cache),
+            self._cache_argument: cache.layers,
+            "use_cache": True,
+        }
+        wanted = None if logits_rows is None else torch.tensor(logits_rows, dtype=torch.int64, device=device)
+        if wanted is not None and self._keeps_logits:
+            arguments["logits_to_keep"] = wanted
+        captured: dict[int, torch.Tensor] = dict.fromkeys(capture_layers, torch.empty(0))
+        token = capture_sink.set(captured)
+        try:
+            logits = self._view(route)(**arguments).logits[0]
+        finally:
+            capture_sink.reset(token)
+        sees_broken = (visible & cache.broken).any(-1)
+        if wanted is not None:
+            sees_broken = sees_broken[wanted]
+            logits = logits if self._keeps_logits else logits[wanted]
+        return DecoderOutput(logits.masked_fill_(sees_broken.unsqueeze(1), torch.nan), captured)
+
+    def _view(self, route: Route | None) -> nn.Module:
+        if route not in self._views:
+            self._views[route] = make_view(self.model, self._layers_path, self._layer_returns_tuple, route)
+        return self._views[route]
+
+    def _read_mask_kinds(self) -> list[str]:
+        """The kinds of attention mask that the layers take, without repetition."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None) or [MASK_KINDS[1] if window else MASK_KINDS[0]]
+        unknown = sorted(set(kinds) - set(MASK_KINDS))
+        if unknown:
+            raise UnsupportedModel(
+                f"{self.name}: layers of kind {', '.join(unknown)} keep state that cannot be rolled back by token slots"
+            )
+        attention = getattr(self.config, "_attn_implementation", "eager")
+        if attention not in ("eager", "sdpa"):
+            raise UnsupportedModel(
+                f"{self.name}: attention implementation {attention!r} takes no additive mask; "
+                "load the model with attn_implementation='sdpa'"
+            )
+        return sorted(set(kinds))
+
+    def _masks(self, visible: torch.Tensor, rows: Rows, cache: SlotCache) -> torch.Tensor | dict[str, torch.Tensor]:
+        masks = {}
+        for kind in self._mask_kinds:
+            keep = visible
+            if kind == "sliding_attention":
+                positions = torch.tensor(rows.positions, device=cache.device).unsqueeze(1)
+                keep = visible & (positions - cache.positions < self.config.sliding_window)
+            additive = torch.zeros(keep.shape, dtype=self.dtype, device=cache.device)
+            masks[kind] = additive.masked_fill_(~keep, torch.finfo(self.dtype).min)[None, None]
+        return masks if len(masks) > 1 else masks[self._mask_kinds[0]]
+
+    def _probe(self) -> None:
+        """Refuse the model unless its slot forward equals its plain forward; also learns what its layers return."""
+        ids = [(7 * i + 3) % self.vocab_size for i in range(PROBE_LENGTH)]
+        layers = self.model.get_submodule(self._layers_path)
+        hook = next(layers.children()).register_forward_hook(self._note_layer_output)
+        try:
+            with torch.inference_mode():
+                plain = self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+            if not torch.isfinite(plain).all():
+                raise UnsupportedModel(f"{self.name}: logits are not finite; the weights hold NaN or infinity")
+            slots = self._slot_probe(ids)
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            NotImplementedError,
+        ) as error:
+            raise UnsupportedModel(
+                f"{self.name} ({type(self.model).__name__}): its forward does not run over a slot cache: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            hook.remove()
+        difference = (plain - slots).abs().max().item()
+        limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * max(1.0, plain.abs().max().item())
+        if not difference <= limit:
+            raise UnsupportedModel(
+                f"{self.name} ({type(self.model).__name__}): logits over a slot cache differ from the plain forward's "
+                f"by {difference:.3g} (limit {limit:.3g}); the model's attention does not follow explicit positions "
+                "and masks"
+            )
+
+    def _note_layer_output(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._layer_returns_tuple = isinstance(output, tuple)
+
+    def _slot_probe(self, ids: Sequence[int]) -> torch.Tensor:
+        """[PROBE_LENGTH, V]: a chain, wrong rows that are dropped again, then a tree with a wrong sibling per level."""
+        cache = self.new_cache()
+        half = PROBE_LENGTH // 2
+        context = cache.pool.take(half)[::-1]
+        head = self.forward(Rows(ids[:half], range(half), [0, half], context, [[]]), cache).logits
+        wrong = cache.pool.take(2)
+        self.forward(Rows(ids[:2], [half, half + 1], [0, 2], wrong, [context]), cache)
+        cache.pool.give(wrong)
+        tokens, positions, parents = [ids[half]], [half], [-1]
+        for depth in range(1, PROBE_LENGTH - half):
+            tokens += [(ids[half + depth] + 1) % self.vocab_size, ids[half + depth]]
+            positions += [half + depth] * 2
+            parents += [2 * depth - 2] * 2
+        slots = cache.pool.take(len(tokens))
+        tree = Rows(tokens, positions, [0, len(tokens)], slots, [context], parents)
+        return torch.cat([head, self.forward(tree, cache).logits[::2]])

@@ -1,0 +1,116 @@
+"""The compiled accept_chain against the reference on random batches, bad rows included; its contract as an op."""
+
+import pytest
+import torch
+
+from viasd_kernels import ChainVerdict, Status, accept_chain
+from viasd_kernels.acceptance.op import accept_chain as accept_chain_op
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAST_COIN = 1 - 2.0**-53
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def random_batch(seed: int, dtype: torch.dtype, sequences: int, vocab: int) -> dict:
+    """Ragged chains from the head of each proposal; -1, ids out of range, bad rows and greedy sequences among them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 8, (sequences,), generator=generator)
+    row_start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rows = int(row_start[-1])
+    target = torch.randn(rows, vocab, generator=generator) * 2
+    target = target.masked_fill(torch.rand(target.shape, generator=generator) < 0.1, float("-inf")).to(dtype)
+    draft = (target.float().clamp(min=-3) + torch.randn(target.shape, generator=generator)).to(dtype)
+    draft = draft[:, : vocab - 1].contiguous()
+    for logits in (target, draft):
+        logits[torch.rand(rows, generator=generator) < 0.01] = float("nan")
+        logits[torch.rand(rows, generator=generator) < 0.01] = float("-inf")
+        logits[torch.rand(rows, generator=generator) < 0.01, 3] = float("inf")
+    heads = draft.float().nan_to_num(0).topk(3).indices.roll(1, 0)
+    tokens = heads.gather(1, torch.randint(0, 3, (rows, 1), generator=generator)).squeeze(1)
+    for token in (-1, -2, vocab, vocab - 1, 2**40):
+        tokens[torch.rand(rows, generator=generator) < 0.02] = token
+    return {
+        "row_tokens": tokens,
+        "target_logits": target,
+        "uniforms": torch.rand(rows, generator=generator, dtype=torch.float64),
+        "row_start": row_start,
+        "temperature": torch.tensor([0.0, 0.7, 1.3])[torch.randint(3, (sequences,), generator=generator)],
+        "draft_logits": draft,
+    }
+
+
+def run(batch: dict, impl: str, stretch: float = 1.0) -> ChainVerdict:
+    coins = (batch["uniforms"] * stretch).clamp(max=LAST_COIN)
+    return accept_chain(**batch | {"uniforms": coins}, impl=impl, check=False)
+
+
+def same_sequences(left: ChainVerdict, right: ChainVerdict) -> torch.Tensor:
+    return torch.stack([a == b for a, b in zip(left, right, strict=True)]).all(0)
+
+
+@pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_reference(dtype: torch.dtype, has_draft: bool) -> None:
+    batch = random_batch(3, dtype, 2000, 37)
+    if not has_draft:
+        batch["draft_logits"] = None
+    expected, found = run(batch, "reference"), run(batch, "native")
+    # Sequences within 1e-6 of a decision boundary: their outcome changes with coins that much smaller or larger.
+    decided = same_sequences(run(batch, "native", 1 - 1e-6), run(batch, "native", 1 + 1e-6))
+    assert int((~decided).sum()) <= 2
+    assert same_sequences(expected, found)[decided].all()
+    seen = {bit for status in expected.status.tolist() for bit in Status if status & bit}
+    assert {Status.TARGET_NOT_FINITE, Status.TARGET_EMPTY, Status.TOKEN_OUT_OF_RANGE} <= seen
+    assert not has_draft or {Status.DRAFT_INVALID, Status.DRAFT_ZERO} <= seen
+    assert (expected.num_accepted > 2).any()
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.float64], ids=str)
+def test_target_and_draft_of_different_dtypes(target_dtype: torch.dtype) -> None:
+    batch = random_batch(4, torch.float32, 500, 11)
+    batch["target_logits"] = batch["target_logits"].to(target_dtype)
+    batch["draft_logits"] = batch["draft_logits"].to(torch.float16 if target_dtype == torch.float64 else torch.float64)
+    assert same_sequences(run(batch, "reference"), run(batch, "native")).all()
+
+
+def test_equals_the_reference_on_a_large_vocabulary_and_with_strides() -> None:
+    batch = random_batch(5, torch.float32, 12, 150_001)
+    expected = run(batch, "reference")
+    assert same_sequences(expected, run(batch, "native")).all()
+    for name in ("target_logits", "draft_logits"):
+        batch[name] = torch.stack([batch[name], -batch[name]], 1)[:, 0]
+    assert same_sequences(expected, run(batch, "native")).all()
+
+
+def test_an_empty_residual_falls_back_to_the_target_row() -> None:
+    # A coin of 1 is outside the contract; it reaches the branch that rounding reaches once in 10^7 rows.
+    one_hot = torch.tensor([[0.0, float("-inf")]]).repeat(2, 1)
+    for draft in (one_hot, None):
+        for impl in ("reference", "native"):
+            verdict = accept_chain(
+                torch.tensor([0, 0]),
+                one_hot,
+                torch.tensor([0.5, 1.0], dtype=torch.float64),
+                torch.tensor([0, 2]),
+                temperature=torch.ones(1),
+                draft_logits=draft,
+                impl=impl,
+                check=False,
+            )
+            assert [field.tolist() for field in verdict] == [[0], [0], [Status.RESIDUAL_EMPTY]]
+
+
+def test_refuses_a_wrong_row_start_even_unchecked() -> None:
+    batch = random_batch(6, torch.float32, 2, 5)
+    for row_start in ([0, 1, 99], [1, 1, len(batch["row_tokens"])], [0, 9, len(batch["row_tokens"])]):
+        with pytest.raises(ValueError, match="row_start"):
+            run(batch | {"row_start": torch.tensor(row_start)}, "native")
+
+
+@pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
+def test_opcheck(has_draft: bool) -> None:
+    inputs = list(random_batch(7, torch.float32, 3, 5).values())
+    if not has_draft:
+        inputs[-1] = None
+    torch.library.opcheck(accept_chain_op, (*inputs, "native"))

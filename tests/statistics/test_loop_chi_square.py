@@ -1,0 +1,89 @@
+"""The law of the whole loop with its own coins: 200,000 requests a case, at a false-alarm rate of 1e-9."""
+
+import pytest
+import torch
+
+import tables
+from tables import DRAFT, SLIM, TableModel, chi_square_pvalue, sample_counts, target_law
+from viasd import DecodeRun, ModelDrafter, SelfDrafter, Speculation
+from viasd.drafters import Draft, Drafter
+from viasd_kernels import uniforms
+
+TRIALS = 200_000
+FALSE_ALARM = 1e-9
+
+
+def pvalue(model, drafter, route, coins=uniforms, trials=TRIALS, **options):
+    speculation = Speculation(gamma=2, max_pending=3, **options)
+
+    def run(requests):
+        return DecodeRun(model, requests, drafter=drafter, route=route, speculation=speculation, coins=coins)
+
+    counts = sample_counts(run, lambda seed: tables.request(seed, 3, eos=(2,)), trials)
+    return chi_square_pvalue(counts, target_law(model, tables.request(0, 3, eos=(2,))))
+
+
+class TwoSiblings(Drafter):
+    """A tree of two children of the root, drawn from the draft table, and one grandchild under the first."""
+
+    name = "two siblings"
+
+    def __init__(self, model, drawn, reported):
+        self.model, self.drawn, self.reported = model, drawn, reported
+
+    def propose(self, context):
+        prefixes = [tuple(tokens) for tokens in context.tokens]
+        everyone = range(len(prefixes))
+        root = self._logits(prefixes)
+        first, root = context.draw(everyone, root)
+        again = root
+        if self.drawn == "without_replacement":
+            again = root.scatter(1, torch.tensor(first)[:, None], -torch.inf)
+        second, _ = context.draw(everyone, again)
+        below = self._logits([(*prefix, token) for prefix, token in zip(prefixes, first, strict=True)])
+        grandchild, below = context.draw(everyone, below)
+        row_tokens, logits, parents = [], [], []
+        for b, limit in enumerate(context.max_tokens):
+            size = 1 if limit < 1 else 3 if limit < 2 else 4
+            row_tokens.append([prefixes[b][-1], first[b], second[b], grandchild[b]][:size])
+            parents.append([-1, 0, 0, 1][:size])
+            logits.append(torch.stack([root[b], below[b], below[b], below[b]])[:size])
+        return Draft(row_tokens, torch.cat(logits), parents, self.reported)
+
+    def _logits(self, prefixes):
+        return torch.tensor([self.model.probs("draft", prefix) for prefix in prefixes], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+@pytest.mark.parametrize("kind", ["self", "model"])
+def test_chains(kind, route):
+    model = TableModel(3, 61)
+    drafter = SelfDrafter(model, DRAFT) if kind == "self" else ModelDrafter(TableModel(3, 62))
+    assert pvalue(model, drafter, route) > FALSE_ALARM
+
+
+def test_sequences_that_escalate_together():
+    model = TableModel(4, 63)
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, co_escalate=True) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+@pytest.mark.parametrize("kind", ["without_replacement", "with_replacement"])
+def test_trees(kind, route):
+    model = TableModel(3, 64)
+    assert pvalue(model, TwoSiblings(model, kind, kind), route) > FALSE_ALARM
+
+
+def test_the_wrong_kind_of_tree_is_caught():
+    model = TableModel(3, 64)
+    drafter = TwoSiblings(model, "without_replacement", "with_replacement")
+    assert pvalue(model, drafter, None) < FALSE_ALARM
+
+
+def test_coins_that_passes_share_are_caught():
+    model = TableModel(3, 61)
+
+    def shared(seeds, draws, n):
+        return uniforms(seeds, torch.zeros_like(draws), n)
+
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, coins=shared) < FALSE_ALARM

@@ -1,0 +1,149 @@
+"""The exact law of the whole loop, by enumeration: it must be the full model's own, to rounding."""
+
+import pytest
+import torch
+
+import tables
+from tables import DRAFT, SLIM, Enumeration, TableModel, target_law, total_variation
+from viasd import DecodeRun, Gate, ModelDrafter, PromptLookup, SelfDrafter, Speculation
+from viasd.decode import loop, verification
+from viasd.drafters import Draft
+from viasd.models import Rows
+
+
+def exact_law(monkeypatch, model, drafter, route, speculation, make, key=None):
+    enumeration = Enumeration(key) if key else Enumeration()
+    spied = enumeration.spy(verification.accept_chain)
+    with monkeypatch.context() as patch:
+        patch.setattr(verification, "accept_chain", spied)
+        patch.setattr(loop, "accept_chain", spied)
+        return enumeration.law(
+            lambda requests, coins: DecodeRun(
+                model, requests, drafter=drafter, route=route, speculation=speculation, coins=coins
+            ),
+            make,
+        )
+
+
+def make_drafter(kind, model):
+    return {
+        "none": lambda: None,
+        "self": lambda: SelfDrafter(model, DRAFT),
+        "model": lambda: ModelDrafter(TableModel(model.vocab_size, model.seed + 50)),
+        "short": lambda: ModelDrafter(TableModel(model.vocab_size, model.seed + 50, max_positions=4)),
+        "lookup": lambda: PromptLookup(min_match=1),
+    }[kind]()
+
+
+CASES = [  # vocabulary, new tokens, gamma, max_pending, drafter, seed, eos, settings
+    (2, 4, 1, 2, "self", 1, (), {}),
+    (2, 4, 3, 1, "self", 2, (0,), {}),
+    (3, 3, 2, 3, "self", 3, (2,), {}),
+    (4, 2, 1, 2, "self", 4, (), {}),
+    (5, 2, 2, 8, "self", 5, (1,), {}),
+    (6, 2, 1, 1, "self", 6, (), {}),
+    (3, 3, 2, 2, "model", 7, (0,), {}),
+    (2, 3, 3, 3, "model", 8, (), {}),
+    (3, 3, 2, 2, "short", 9, (), {}),
+    (3, 3, 1, 2, "none", 10, (), {}),
+    (2, 5, 1, 3, "none", 11, (1,), {}),
+    (3, 4, 2, 2, "lookup", 12, (2,), {}),
+    (3, 3, 3, 8, "lookup", 13, (), {}),
+    (4, 3, 2, 2, "self", 14, (), {"temperature": 0.6, "top_k": 2}),
+    (4, 3, 2, 2, "model", 15, (0,), {"temperature": 1.7, "top_p": 0.8}),
+    (5, 2, 2, 2, "self", 16, (), {"min_p": 0.3}),
+]
+
+
+@pytest.mark.parametrize("tiers", ["two", "three"])
+@pytest.mark.parametrize("case", CASES, ids=[f"V{c[0]}-{c[4]}-{c[5]}" for c in CASES])
+def test_the_law_is_the_full_models(monkeypatch, case, tiers):
+    vocab_size, new_tokens, gamma, max_pending, kind, seed, eos, settings = case
+    model = TableModel(vocab_size, seed)
+    speculation = Speculation(gamma=gamma, max_pending=max_pending)
+
+    def make(world):
+        return tables.request(world, new_tokens, eos=eos, **settings)
+
+    route = SLIM if tiers == "three" else None
+    law = exact_law(monkeypatch, model, make_drafter(kind, model), route, speculation, make)
+    assert abs(sum(law.values()) - 1) < 1e-9
+    assert total_variation(law, target_law(model, make(0))) < 1e-7  # temperatures are float32
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [Gate("ratio", 0.9, 0.8), Gate("ratio", 0.0, 0.0), Gate("tv", 0.1, 0.3), Gate("kl", 0.05, 0.4)],
+    ids=["eager", "never", "tv", "kl"],
+)
+def test_no_gate_changes_the_law(monkeypatch, gate):
+    model = TableModel(3, 21)
+    speculation = Speculation(gamma=2, max_pending=3, gate=gate)
+    law = exact_law(monkeypatch, model, SelfDrafter(model, DRAFT), SLIM, speculation, lambda w: tables.request(w, 3))
+    assert total_variation(law, target_law(model, tables.request(0, 3))) < 1e-9
+
+
+class Censoring(SelfDrafter):
+    """Stops at an unlikely token and drops it: what is kept was not drawn from what is reported."""
+
+    threshold = 0.5
+
+    def propose(self, context):
+        draft = super().propose(context)
+        if draft.logits is None:
+            return draft
+        row_tokens, logits, first = [], [], 0
+        for tokens in draft.row_tokens:
+            rows = draft.logits[first : first + len(tokens)]
+            first += len(tokens)
+            probs = rows.softmax(-1)
+            kept = 0
+            while kept + 1 < len(tokens) and self.keeps(probs[kept], tokens[kept + 1]):
+                kept += 1
+            row_tokens.append(tokens[: kept + 1])
+            logits.append(rows[: kept + 1])
+        return Draft(row_tokens, torch.cat(logits))
+
+    def keeps(self, probs, token):
+        return probs[token] >= self.threshold
+
+
+class StoppingWhereUnsure(Censoring):
+    """Stops by the distribution alone, before the token is looked at: allowed."""
+
+    def keeps(self, probs, token):
+        return probs.max() >= self.threshold
+
+
+@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+@pytest.mark.parametrize(("drafter", "exact"), [(Censoring, False), (StoppingWhereUnsure, True)])
+def test_a_drafter_that_censors_its_own_tokens_is_caught(monkeypatch, drafter, exact, route):
+    model = TableModel(3, 31, spread=0.5)
+    speculation = Speculation(gamma=2, max_pending=2)
+    law = exact_law(monkeypatch, model, drafter(model, DRAFT), route, speculation, lambda w: tables.request(w, 3))
+    distance = total_variation(law, target_law(model, tables.request(0, 3)))
+    assert distance < 1e-9 if exact else distance >= 0.05
+
+
+@pytest.mark.parametrize(
+    "key",
+    [lambda draw, slot: slot, lambda draw, slot: (draw // 2, slot), lambda draw, slot: draw],
+    ids=["all passes", "draft and slim", "rows of a pass"],
+)
+def test_coins_used_twice_are_caught(monkeypatch, key):
+    model = TableModel(3, 30, spread=0.5)
+    speculation = Speculation(gamma=1, max_pending=2)
+    law = exact_law(
+        monkeypatch, model, SelfDrafter(model, DRAFT), SLIM, speculation, lambda w: tables.request(w, 3), key
+    )
+    assert abs(sum(law.values()) - 1) < 1e-9
+    assert total_variation(law, target_law(model, tables.request(0, 3))) >= 0.05
+
+
+def test_a_stale_slim_key_would_show():
+    model = TableModel(3, 51)
+    cache = model.new_cache()
+    slots = cache.pool.take(3)
+    model.forward(Rows([0, 1], [0, 1], [0, 2], slots[:2], [[]]), cache, route=SLIM)
+    stale = model.forward(Rows([2], [2], [0, 1], slots[2:], [slots[:2]]), cache).logits
+    assert not torch.allclose(stale.exp().double(), torch.from_numpy(model.probs("full", (0, 1, 2))), atol=1e-3)

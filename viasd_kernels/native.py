@@ -1,0 +1,32 @@
+"""The compiled module, imported on first use (importing the package needs no build), and how tensors reach it."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Optional, Tuple
+
+import torch
+
+_DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def load_native() -> ModuleType:
+    """Return ``_native``, built from ``csrc`` when the package is installed; ``ImportError`` says how to build it."""
+    try:
+        return import_module("._native", __package__)
+    except ImportError as error:
+        raise ImportError(
+            "viasd_kernels._native cannot be imported. Build it with `pip install --no-build-isolation -e .` in the "
+            'source tree (needs a C++17 compiler, pybind11 and ninja), or pass impl="reference".'
+        ) from error
+
+
+def ready(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in the dtype that the compiled code reads, contiguous; itself where it already is."""
+    return tensor.to(dtype).contiguous()
+
+
+def matrix(logits: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
+    """Address, row stride, width and dtype code of a [R, V] tensor with contiguous rows; zeros for None."""
+    if logits is None:
+        return 0, 0, 0, 0
+    return logits.data_ptr(), logits.stride(0), logits.shape[1], _DTYPE_CODES[logits.dtype]

@@ -1,0 +1,71 @@
+"""Calls into ``csrc/tree_verify`` on the CPU: addresses and sizes of contiguous, rightly typed tensors."""
+
+from typing import Optional, Tuple
+
+import torch
+
+from ..native import load_native, matrix, ready
+from .structs import PROPOSALS
+
+Outputs = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def build_tree(parents: torch.Tensor, row_start: torch.Tensor, max_rows: int) -> Outputs:
+    parents, row_start = ready(parents, torch.int64), ready(row_start, torch.int64)
+    num_rows = parents.shape[0]
+    ancestors = torch.empty(num_rows, (max_rows + 63) // 64, dtype=torch.int64)
+    depth, first_child, next_sibling = (torch.empty(num_rows, dtype=torch.int32) for _ in range(3))
+    load_native().build_tree(
+        parents=parents.data_ptr(),
+        row_start=row_start.data_ptr(),
+        num_sequences=row_start.shape[0] - 1,
+        num_rows=num_rows,
+        max_rows=max_rows,
+        ancestors=ancestors.data_ptr(),
+        depth=depth.data_ptr(),
+        first_child=first_child.data_ptr(),
+        next_sibling=next_sibling.data_ptr(),
+    )
+    return ancestors, depth, first_child, next_sibling
+
+
+def verify_tree(
+    depth: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    row_tokens: torch.Tensor,
+    full_logits: Optional[torch.Tensor],
+    uniforms: torch.Tensor,
+    row_start: torch.Tensor,
+    temperature: torch.Tensor,
+    draft_logits: Optional[torch.Tensor],
+    proposal: str,
+    full_argmax: Optional[torch.Tensor],
+) -> Outputs:
+    depth, first_child, next_sibling = (ready(links, torch.int32) for links in (depth, first_child, next_sibling))
+    row_tokens, row_start = ready(row_tokens, torch.int64), ready(row_start, torch.int64)
+    uniforms, temperature = ready(uniforms, torch.float64), ready(temperature, torch.float64)
+    full_argmax = None if full_argmax is None else ready(full_argmax, torch.int64)
+    num_rows, num_sequences = row_tokens.shape[0], row_start.shape[0] - 1
+    path = torch.empty(num_rows, dtype=torch.int32)
+    num_accepted, next_token, status = (torch.empty(num_sequences, dtype=torch.int32) for _ in range(3))
+    load_native().verify_tree(
+        depth=depth.data_ptr(),
+        first_child=first_child.data_ptr(),
+        next_sibling=next_sibling.data_ptr(),
+        row_tokens=row_tokens.data_ptr(),
+        full_argmax=0 if full_argmax is None else full_argmax.data_ptr(),
+        uniforms=uniforms.data_ptr(),
+        row_start=row_start.data_ptr(),
+        temperature=temperature.data_ptr(),
+        num_sequences=num_sequences,
+        num_rows=num_rows,
+        full_logits=matrix(full_logits),
+        draft_logits=matrix(draft_logits),
+        proposal=PROPOSALS.index(proposal),
+        path=path.data_ptr(),
+        num_accepted=num_accepted.data_ptr(),
+        next_token=next_token.data_ptr(),
+        status=status.data_ptr(),
+    )
+    return path, num_accepted, next_token, status
