@@ -1,5 +1,6 @@
 """The law of the whole loop with its own coins: 200,000 requests a case, at a false-alarm rate of 1e-9."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,11 +52,12 @@ class TwoSiblings(Drafter):
         return Draft(row_tokens, torch.cat(logits), parents, self.reported)
 
     def _logits(self, prefixes):
-        return torch.tensor([self.model.probs("draft", prefix) for prefix in prefixes], dtype=torch.float64).log()
+        return torch.from_numpy(np.log([self.model.probs("draft", prefix) for prefix in prefixes]))
 
 
-@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
-@pytest.mark.parametrize("kind", ["self", "model"])
+@pytest.mark.parametrize(
+    ("kind", "route"), [("self", None), ("self", SLIM), ("model", SLIM)], ids=["self-two", "self-three", "model-three"]
+)
 def test_chains(kind, route):
     model = TableModel(3, 61)
     drafter = SelfDrafter(model, DRAFT) if kind == "self" else ModelDrafter(TableModel(3, 62))
@@ -67,8 +69,9 @@ def test_sequences_that_escalate_together():
     assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, co_escalate=True) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
-@pytest.mark.parametrize("kind", ["without_replacement", "with_replacement"])
+@pytest.mark.parametrize(
+    ("kind", "route"), [("with_replacement", None), ("without_replacement", SLIM)], ids=["with-two", "without-three"]
+)
 def test_trees(kind, route):
     model = TableModel(3, 64)
     assert pvalue(model, TwoSiblings(model, kind, kind), route) > FALSE_ALARM
@@ -77,7 +80,7 @@ def test_trees(kind, route):
 def test_the_wrong_kind_of_tree_is_caught():
     model = TableModel(3, 64)
     drafter = TwoSiblings(model, "without_replacement", "with_replacement")
-    assert pvalue(model, drafter, None) < FALSE_ALARM
+    assert pvalue(model, drafter, None, trials=TRIALS // 10) < FALSE_ALARM
 
 
 def test_coins_that_passes_share_are_caught():
@@ -86,4 +89,4 @@ def test_coins_that_passes_share_are_caught():
     def shared(seeds, draws, n):
         return uniforms(seeds, torch.zeros_like(draws), n)
 
-    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, coins=shared) < FALSE_ALARM
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, coins=shared, trials=TRIALS // 10) < FALSE_ALARM

@@ -239,7 +239,7 @@ def test_what_breaks_while_decoding_loses_nothing():
     plain = transformers_greedy(module, [5, 6], 3)
     with torch.no_grad():
         module.model.embed_tokens.weight[plain[1]] = float("nan")
-    with pytest.raises(DecodeError, match="prompt 0: .*TARGET_NOT_FINITE") as caught:
+    with pytest.raises(DecodeError, match=r"prompt 0: .*TARGET_NOT_FINITE") as caught:
         lm.generate([[5, 6], [7]], max_new_tokens=3)
     assert caught.value.results[0].tokens == plain[:2]
     assert len(caught.value.results[1].tokens) == 3

@@ -78,14 +78,14 @@ class DecodeRun:
         """Decode to the end; after each cycle, what became final in it."""
         for sequence in self.sequences:
             self._prefill(sequence)
-        started = time.perf_counter()
         while active := [sequence for sequence in self.sequences if sequence.result.finish_reason is None]:
+            started = time.perf_counter()
             before = [len(sequence.result.tokens) for sequence in self.sequences]
             self._cycle(active)
             finished = [sequence for sequence in active if sequence.result.finish_reason is not None]
             self._close(finished)
             for sequence in active:
-                sequence.result.stats.decode_ms = 1e3 * (time.perf_counter() - started)
+                sequence.result.stats.decode_ms += 1e3 * (time.perf_counter() - started)
             yield [
                 Progress(i, sequence.result.tokens[had:], sequence.result.tiers[had:])
                 for i, (sequence, had) in enumerate(zip(self.sequences, before, strict=True))

@@ -46,8 +46,8 @@ class SlotCache:
     """The cache of one decode run: a slot pool and, per layer, what the slots hold.
 
     ``extent`` is the number of slots in use at most, and so the width of a pass's mask; ``positions [extent]`` tells
-    each slot's absolute position, ``broken [extent]`` whether what it should hold is not finite. Pools hold zeros there:
-    attention weighs what a row may not see with 0, and 0 times NaN would break every row of the pass.
+    each slot's absolute position, ``broken [extent]`` whether what it should hold is not finite. The pools have
+    zeros there: attention weighs what a row may not see with 0, and 0 times NaN would break every row of the pass.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
