@@ -1,6 +1,18 @@
 """Kernels of tiered speculative decoding: small, stateless, tensors in, tensors out."""
 
 from .acceptance import ChainVerdict, Gate, GateVerdict, Region, Stats, accept_chain, acceptance_stats, gate_tiers
+from .layer_skip import (
+    DecoderConfig,
+    DecoderOutput,
+    KVPool,
+    KVSlots,
+    LayerConfig,
+    RopeConfig,
+    SkipDecoder,
+    bypass_linear,
+    bypass_norm,
+    weight_shapes,
+)
 from .sampling import draw_from_weights, uniforms
 from .status import FATAL, Status
 from .tree_verify import Tree, TreeVerdict, build_tree, compact_kv, tree_attention, verify_tree
@@ -8,9 +20,16 @@ from .tree_verify import Tree, TreeVerdict, build_tree, compact_kv, tree_attenti
 __all__ = [
     "FATAL",
     "ChainVerdict",
+    "DecoderConfig",
+    "DecoderOutput",
     "Gate",
     "GateVerdict",
+    "KVPool",
+    "KVSlots",
+    "LayerConfig",
     "Region",
+    "RopeConfig",
+    "SkipDecoder",
     "Stats",
     "Status",
     "Tree",
@@ -18,10 +37,13 @@ __all__ = [
     "accept_chain",
     "acceptance_stats",
     "build_tree",
+    "bypass_linear",
+    "bypass_norm",
     "compact_kv",
     "draw_from_weights",
     "gate_tiers",
     "tree_attention",
     "uniforms",
     "verify_tree",
+    "weight_shapes",
 ]

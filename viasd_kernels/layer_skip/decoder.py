@@ -1,0 +1,235 @@
+"""The whole decode step: packed rows in, logits out, with layers bypassed on request."""
+
+from typing import Mapping, Optional, Sequence, Tuple
+
+import torch
+
+from ..checks import INDEX_DTYPES, check_row_start, check_tensor, resolve_impl
+from ..tree_verify import build_tree
+from . import reference
+from .config import DecoderConfig
+from .kv_pool import KVPool, KVSlots
+from .rope import inverse_frequencies
+from .structs import DecoderOutput, Step
+from .weights import DecoderWeights
+
+OP = "SkipDecoder"
+AVAILABLE = ("reference",)
+
+
+class SkipDecoder:
+    """A decoder-only language model that runs any subset of its sub-layers over keys and values in token slots.
+
+    Per layer, with n the layer's norms and attention over what a row sees::
+
+        x <- x + post(attention_out(attend(qkv(n(x)))))          where the row keeps the layer's attention
+        x <- x + post(mlp_out(activation(gate_up(n(x)))))        where the row keeps the layer's MLP
+
+    and logits = cap(head(n(x))). It holds weights and no state of any run: threads may share it, each with its own
+    pool. Weights are used as they are, without a copy.
+
+    Args:
+        weights: tensors by name, as ``weight_shapes(config)`` lists them; one dtype (float32, float16, bfloat16 or
+            float64) and device.
+        config: the architecture.
+        impl: "auto", "reference", "triton" or "native"; only "auto" falls back.
+
+    Attributes:
+        config, weights: as given; weights by field.
+        implementation: the one that runs.
+
+    Raises:
+        TypeError, ValueError: a weight missing, unknown, or of the wrong shape, dtype or device.
+        NotImplementedError: ``impl``.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig, *, impl: str = "auto") -> None:
+        self.config = config
+        self.weights = DecoderWeights.from_dict(weights, config)
+        self.implementation = resolve_impl(OP, impl, self.device, AVAILABLE)
+        self._frequencies = {
+            layer.rope: inverse_frequencies(layer.rope, config.head_dim).to(self.device) for layer in config.layers
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        """An empty pool of the right shape, dtype and device."""
+        return KVPool(self.config, num_slots, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        row_start: torch.Tensor,
+        kv: KVSlots,
+        *,
+        parents: Optional[torch.Tensor] = None,
+        route: Optional[Sequence[Tuple[bool, bool]]] = None,
+        row_route: Optional[torch.Tensor] = None,
+        logits_rows: Optional[torch.Tensor] = None,
+        capture_layers: Sequence[int] = (),
+        check: bool = True,
+    ) -> DecoderOutput:
+        """Run one pass over R rows of B sequences.
+
+        A row sees its sequence's context, its ancestors and itself. In every layer whose attention it keeps, its keys
+        and values go to its slot; in the others the slot stays as it was. So a row may keep an attention only where
+        its parent does, and where the rows of its context did in the pass that wrote them.
+
+        Args:
+            tokens: [R] int32 or int64 ids. -1: an unused row; it enters as zeros, and what it yields means nothing.
+            positions: [R] int32 or int64 absolute positions, for the rotary embedding. Windows count positions as
+                ``tree_attention`` does: a row is at context_len + depth.
+            row_start: [B+1] int32 or int64: sequence b has the rows row_start[b] to row_start[b+1].
+            kv: where context and rows lie; the pool has the decoder's shape, dtype and device, and is written to.
+            parents: [R] int32 or int64, as for ``build_tree``; None: chains.
+            route: [L] pairs (keep attention, keep MLP) for all rows: sub-layers that are not kept are not run. None:
+                all are kept.
+            row_route: [R, L, 2] bool: the same for each row, in place of ``route``. A sub-layer that no row keeps is
+                not run.
+            logits_rows: [n] int32 or int64, the rows whose logits are wanted; None: all.
+            capture_layers: numbers in [0, L].
+            check: whether to raise for wrong values in tensors (synchronises).
+
+        Returns:
+            DecoderOutput: ``hidden`` [R, D] after the final norm, ``logits`` [n, V] before temperature, and
+            ``captured``: for i in ``capture_layers`` the residual stream [R, D] that enters layer i (for L: that leaves
+            the last layer), in which a bypassed row is bit-identical from layer to layer. Dtype of the weights.
+            Captured tensors may share memory.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong dtype, shape, device or value; with ``check`` also tokens,
+                slots, positions or links out of range, two rows in one slot, a row in a slot of some context, a row
+                that keeps an attention which its parent bypasses.
+
+        Numerics: every sum in float32 (float64 for float64 weights), rounded to the weights' dtype after each op;
+        angles of the rotary embedding in float32. Not differentiable.
+        """
+        kept = self._kept(route, row_route)
+        self._check_arguments(tokens, positions, row_start, kv, parents, row_route, logits_rows)
+        captured = _check_layers(capture_layers, self.config.num_layers)
+        if check:
+            check_row_start(OP, row_start, tokens.shape[0])
+            _check_range("tokens", tokens, -1, self.config.vocab_size)
+            _check_range("positions", positions, 0, None)
+            _check_slots(kv, row_start)
+            if logits_rows is not None:
+                _check_range("logits_rows", logits_rows, 0, tokens.shape[0])
+        lengths = row_start.diff()
+        sequence = torch.repeat_interleave(lengths)
+        local = torch.arange(tokens.shape[0], device=tokens.device) - row_start[sequence]
+        links = local - 1 if parents is None else parents
+        longest = max(int(lengths.max()), 1) if lengths.numel() else 1
+        tree = build_tree(links, row_start, max_rows=longest, impl="reference", check=check)
+        row_slots = kv.slots[sequence, kv.context_len[sequence] + local].long()
+        if check:
+            _check_row_slots(kv, row_slots)
+            if row_route is not None:
+                _check_parents_keep(row_route[:, :, 0], row_start[sequence] + links, local > 0)
+        step = Step(
+            tokens=tokens,
+            positions=positions,
+            row_start=row_start,
+            ancestors=tree.ancestors,
+            row_slots=row_slots,
+            kv=kv,
+            kept=kept,
+            row_route=row_route,
+            logits_rows=None if logits_rows is None else logits_rows.long(),
+            capture_layers=captured,
+        )
+        return reference.decoder_step(self.weights, self.config, self._frequencies, step)
+
+    def _kept(
+        self, route: Optional[Sequence[Tuple[bool, bool]]], row_route: Optional[torch.Tensor]
+    ) -> Tuple[Tuple[bool, bool], ...]:
+        """[L][2]: which sub-layers any row keeps."""
+        num_layers = self.config.num_layers
+        if row_route is not None:
+            if route is not None:
+                raise ValueError(f"{OP}: route must be None where row_route is given")
+            check_tensor(OP, "row_route", row_route, [None, num_layers, 2], [torch.bool], self.device)
+            return tuple((attention, mlp) for attention, mlp in row_route.any(0).tolist())
+        if route is None:
+            return ((True, True),) * num_layers
+        if len(route) != num_layers or any(len(pair) != 2 for pair in route):
+            raise ValueError(f"{OP}: route must have a pair for each of {num_layers} layers, got {route!r}")
+        return tuple((bool(attention), bool(mlp)) for attention, mlp in route)
+
+    def _check_arguments(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        row_start: torch.Tensor,
+        kv: KVSlots,
+        parents: Optional[torch.Tensor],
+        row_route: Optional[torch.Tensor],
+        logits_rows: Optional[torch.Tensor],
+    ) -> None:
+        device, config = self.device, self.config
+        check_tensor(OP, "tokens", tokens, [None], INDEX_DTYPES, device)
+        num_rows = tokens.shape[0]
+        check_tensor(OP, "positions", positions, [num_rows], INDEX_DTYPES, device)
+        check_tensor(OP, "kv.slots", kv.slots, [None, None], INDEX_DTYPES, device)
+        check_tensor(OP, "kv.context_len", kv.context_len, [kv.slots.shape[0]], INDEX_DTYPES, device)
+        check_tensor(OP, "row_start", row_start, [kv.slots.shape[0] + 1], INDEX_DTYPES, device)
+        pool_shape = [config.num_layers, None, config.num_kv_heads, config.head_dim]
+        check_tensor(OP, "kv.pool.keys", kv.pool.keys, pool_shape, [self.dtype], device)
+        check_tensor(OP, "kv.pool.values", kv.pool.values, list(kv.pool.keys.shape), [self.dtype], device)
+        if parents is not None:
+            check_tensor(OP, "parents", parents, [num_rows], INDEX_DTYPES, device)
+        if row_route is not None:
+            check_tensor(OP, "row_route", row_route, [num_rows, config.num_layers, 2], [torch.bool], device)
+        if logits_rows is not None:
+            check_tensor(OP, "logits_rows", logits_rows, [None], INDEX_DTYPES, device)
+
+
+def _check_layers(capture_layers: Sequence[int], num_layers: int) -> Tuple[int, ...]:
+    for layer in capture_layers:
+        if not 0 <= layer <= num_layers:
+            raise ValueError(f"{OP}: capture_layers must be in [0, {num_layers}], got {layer}")
+    return tuple(capture_layers)
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, end: Optional[int]) -> None:
+    outside = values < low if end is None else (values < low) | (values >= end)
+    wrong = values[outside]
+    if wrong.numel():
+        expected = f">= {low}" if end is None else f"in [{low}, {end})"
+        raise ValueError(f"{OP}: {name} must be {expected}, got {int(wrong[0])}")
+
+
+def _check_slots(kv: KVSlots, row_start: torch.Tensor) -> None:
+    lengths = kv.context_len + row_start.diff()
+    if bool((kv.context_len < 0).any()) or bool((lengths > kv.slots.shape[1]).any()):
+        raise ValueError(
+            f"{OP}: kv.context_len must be >= 0 and, with the sequence's rows, at most max_len = {kv.slots.shape[1]}; "
+            f"got {kv.context_len.tolist()} with {row_start.diff().tolist()} rows"
+        )
+    used = torch.arange(kv.slots.shape[1], device=kv.slots.device) < lengths.unsqueeze(1)
+    _check_range("kv.slots", kv.slots[used], 0, kv.pool.num_slots)
+
+
+def _check_row_slots(kv: KVSlots, row_slots: torch.Tensor) -> None:
+    if row_slots.unique().numel() < row_slots.numel():
+        raise ValueError(f"{OP}: kv.slots must give every row a slot of its own, got {row_slots.tolist()}")
+    in_context = torch.arange(kv.slots.shape[1], device=kv.slots.device) < kv.context_len.unsqueeze(1)
+    taken = row_slots[torch.isin(row_slots, kv.slots[in_context].long())]
+    if taken.numel():
+        raise ValueError(f"{OP}: kv.slots must not put a row into a slot of some context, got {int(taken[0])}")
+
+
+def _check_parents_keep(keep_attention: torch.Tensor, parent_rows: torch.Tensor, has_parent: torch.Tensor) -> None:
+    """A row that keeps an attention sees its parent's keys there, which its parent must have written."""
+    blind = (keep_attention[has_parent] & ~keep_attention[parent_rows[has_parent]]).nonzero()
+    if blind.numel():
+        row, layer = int(has_parent.nonzero()[int(blind[0, 0])]), int(blind[0, 1])
+        raise ValueError(f"{OP}: row_route must keep layer {layer}'s attention in the parent of row {row} too")

@@ -1,0 +1,86 @@
+"""Schemas, bodies and fakes of the two ops. Imports neither Triton nor the native module."""
+
+from typing import Optional, Tuple
+
+import torch
+
+from ..library import register_op
+from . import reference
+
+
+def _require_reference(op: str, impl: str) -> None:
+    if impl != "reference":
+        raise NotImplementedError(f"{op}: no {impl!r} implementation")
+
+
+@torch.no_grad()
+def _bypass_norm(
+    hidden: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    keep: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    delta_weight: Optional[torch.Tensor],
+    impl: str,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    _require_reference("bypass_norm", impl)
+    return reference.bypass_norm(
+        hidden, delta, keep, weight, eps=eps, weight_offset=weight_offset, delta_weight=delta_weight
+    )
+
+
+def _bypass_norm_fake(
+    hidden: torch.Tensor,
+    delta: Optional[torch.Tensor],
+    keep: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    delta_weight: Optional[torch.Tensor],
+    impl: str,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+
+
+bypass_norm_op = register_op(
+    "bypass_norm(Tensor hidden, Tensor? delta, Tensor keep, Tensor weight, float eps, float weight_offset, "
+    "Tensor? delta_weight, str impl) -> (Tensor hidden_out, Tensor normed)",
+    _bypass_norm,
+    _bypass_norm_fake,
+)
+
+
+@torch.no_grad()
+def _bypass_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    keep: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    activation: Optional[str],
+    impl: str,
+) -> torch.Tensor:
+    _require_reference("bypass_linear", impl)
+    return reference.bypass_linear(x, weight, keep, bias=bias, residual=residual, activation=activation)
+
+
+def _bypass_linear_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    keep: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    residual: Optional[torch.Tensor],
+    activation: Optional[str],
+    impl: str,
+) -> torch.Tensor:
+    width = weight.shape[0] if activation is None else weight.shape[0] // 2
+    return x.new_empty(x.shape[0], width)
+
+
+bypass_linear_op = register_op(
+    "bypass_linear(Tensor x, Tensor weight, Tensor keep, Tensor? bias, Tensor? residual, str? activation, str impl) "
+    "-> Tensor",
+    _bypass_linear,
+    _bypass_linear_fake,
+)

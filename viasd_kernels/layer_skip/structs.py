@@ -1,0 +1,40 @@
+"""One pass of a decoder: what goes in once arguments are checked, and what comes out."""
+
+from dataclasses import dataclass
+from typing import Dict, NamedTuple, Optional, Tuple
+
+import torch
+
+from .kv_pool import KVSlots
+
+
+class DecoderOutput(NamedTuple):
+    """What one pass yields."""
+
+    hidden: torch.Tensor  # [R, D], after the final norm: what the LM head reads
+    logits: torch.Tensor  # [rows asked for, V], after the soft cap, before temperature
+    captured: Dict[
+        int, torch.Tensor
+    ]  # layer i: [R, D], the residual stream that enters it (i = L: that leaves the last)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One pass, its arguments checked and brought to one form."""
+
+    tokens: torch.Tensor  # [R]
+    positions: torch.Tensor  # [R]
+    row_start: torch.Tensor  # [B+1]
+    ancestors: torch.Tensor  # [R, W] int64 bit words, of build_tree
+    row_slots: torch.Tensor  # [R] int64
+    kv: KVSlots
+    kept: Tuple[Tuple[bool, bool], ...]  # [L][2]: whether any row keeps the layer's attention, its MLP
+    row_route: Optional[torch.Tensor]  # [R, L, 2] bool; None: every row keeps what ``kept`` says
+    logits_rows: Optional[torch.Tensor]  # [rows asked for] int64; None: all
+    capture_layers: Tuple[int, ...]
+
+    def keep_rows(self, layer: int, sub_layer: int) -> torch.Tensor:
+        """[R] bool: the rows that keep the layer's attention (sub-layer 0) or MLP (1)."""
+        if self.row_route is None:
+            return torch.full(self.tokens.shape, self.kept[layer][sub_layer], device=self.tokens.device)
+        return self.row_route[:, layer, sub_layer]
