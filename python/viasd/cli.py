@@ -187,8 +187,8 @@ def _print_stream(stream: Stream, *, colours: bool, silent: bool) -> None:
     for token in stream:
         if silent:
             continue
-        if colours and console.is_terminal:
-            console.print(token_text(token.text, token.tier), end="")
+        if console.is_terminal:
+            console.print(token_text(token.text, token.tier if colours else None), end="")
         else:
             print(token.text, end="", flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from viasd.decode import DecodeRun, Request, Result, Speculation, Token
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
-from viasd.errors import DecodeError, InvalidInput, ViasdError
+from viasd.errors import DecodeError, InvalidInput
 from viasd.models import Model, TransformersModel
 from viasd.routing import Route
 from viasd.sampling import Sampling
@@ -126,17 +127,8 @@ class LanguageModel:
             own_seed = seed[i] if isinstance(seed, Sequence) else seed
             if own_seed is None:
                 own_seed = int(torch.randint(2**62, ()))
-            ids = encode(prompt, self.tokenizer, self.model.vocab_size, self.model.max_positions)
-            sampling = Sampling(
-                settings.max_new_tokens,
-                settings.temperature,
-                settings.top_k,
-                settings.top_p,
-                settings.min_p,
-                own_seed,
-                eos,
-            )
-            requests.append(Request(ids, sampling))
+            ids = encode(prompt, self.tokenizer)
+            requests.append(Request(ids, replace(settings, seed=own_seed, eos_token_ids=eos)))
         return DecodeRun(self.model, requests, drafter=self.drafter, route=self.route, speculation=self.speculation)
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -203,6 +195,8 @@ def load(
     Raises:
         InvalidInput, UnsupportedModel, RouteMismatch, ModelNotInstalled: see their docstrings.
     """
+    if not isinstance(speculation, (Speculation, type(None))):
+        raise InvalidInput(f"speculation must be a Speculation or None, got {type(speculation).__name__}")
     target, tokenizer, eos = _target(model, tokenizer, device, dtype, progress)
     return LanguageModel(
         target,
@@ -226,6 +220,12 @@ def _target(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: Any) 
         return TransformersModel(model, name), tokenizer, _eos(model)
     if isinstance(model, nn.Module):
         return TransformersModel(model), tokenizer, _eos(model)
+    if isinstance(model, TransformersModel):
+        return model, tokenizer, _eos(model.model)
+    if not (hasattr(model, "forward") and hasattr(model, "new_cache")):
+        raise InvalidInput(
+            f"model must be a path, a Transformers model, a viasd Model or None, got {type(model).__name__}"
+        )
     return model, tokenizer, ()
 
 
@@ -235,8 +235,10 @@ def _read(path: str | Path, device: Any, dtype: Any) -> tuple[nn.Module, Any]:
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
-    if (isinstance(path, Path) or path.startswith(("/", ".", "~"))) and not Path(path).is_dir():
-        raise InvalidInput(f"model: no folder {path}")  # the hub's own message for such a name helps nobody
+    if isinstance(path, Path) or path.startswith(("/", ".", "~")):
+        if not Path(path).expanduser().is_dir():
+            raise InvalidInput(f"model: no folder {path}")  # the hub's own message for such a name helps nobody
+        path = Path(path).expanduser()
     try:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).to(device).eval()
     except (OSError, ValueError) as error:
@@ -256,13 +258,14 @@ def _eos(model: Any) -> tuple[int, ...]:
 
 def _route(route: str | Path | Route | None, model: Model) -> Route | None:
     if route == "default":
-        return Route.spread(model.num_layers, **SLIM_SHARES)
-    if isinstance(route, (str, Path)):
-        route = Route.load(route)
+        spread = Route.spread(model.num_layers, **SLIM_SHARES)
+        route = replace(spread, model=model.name, config_hash=getattr(model, "config_hash", None))
+    elif isinstance(route, (str, Path)):
+        route = Route.load(Path(route).expanduser())
     if route is not None:
         if not isinstance(route, Route):
             raise InvalidInput(f"route must be a Route, a path, 'default' or None, got {type(route).__name__}")
-        route.check(model.num_layers, getattr(model, "config_hash", ""), model.name)
+        model.check_route(route)
     return route
 
 
@@ -275,13 +278,13 @@ def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: An
         return SelfDrafter(target, Route.spread(target.num_layers, **SELF_DRAFT_SHARES))
     own_tokenizer = None
     if isinstance(drafter, (str, Path)):
-        if not Path(drafter).is_dir():
+        if not Path(drafter).expanduser().is_dir():
             raise InvalidInput(
                 f"drafter must be {', '.join(map(repr, DRAFTERS))}, a model, the folder of one, or None; "
                 f"got {drafter!r}"
             )
         name = Path(drafter).name
-        module, own_tokenizer = _read(drafter, device, dtype)
+        module, own_tokenizer = _read(drafter, device or target.device, dtype)
         small: Model = TransformersModel(module, name)
     elif isinstance(drafter, nn.Module):
         small = TransformersModel(drafter)
@@ -289,6 +292,8 @@ def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: An
         small = drafter
     else:
         raise InvalidInput(f"drafter must be a name, a path, a model, a Drafter or None, got {type(drafter).__name__}")
+    if small.device != target.device:
+        raise InvalidInput(f"drafter: it is on {small.device} and the model on {target.device}; move one of them")
     _check_vocabularies(small, own_tokenizer, target, tokenizer)
     return ModelDrafter(small)
 
@@ -313,7 +318,4 @@ def _check_vocabularies(small: Model, small_tokenizer: Any, target: Model, token
 
 
 def _ids_or_none(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
-
-
-__all__ = ["LanguageModel", "Stream", "ViasdError", "load"]
+    return None if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)

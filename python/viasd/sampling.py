@@ -50,6 +50,10 @@ class Sampling:
             right_kind = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
             if not right_kind or not fits(value):
                 raise InvalidInput(f"{name} must be {expected}, got {value!r}")
+            object.__setattr__(self, name, kind(value))
+        eos = self.eos_token_ids
+        if eos is not None and not (isinstance(eos, tuple) and all(type(token) is int for token in eos)):
+            raise InvalidInput(f"eos_token_ids must be None or a tuple of integers, got {eos!r}")
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
             raise InvalidInput(f"seed must be None or a 64-bit integer, got {self.seed!r}")
 
@@ -63,7 +67,9 @@ class Sampling:
 
 def mask_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """[n, V] logits before temperature, with what the settings exclude at -inf; the most likely token always stays."""
-    scaled = logits.float() / temperature
+    # The maximum goes first: a tiny temperature would otherwise overflow.
+    scaled = logits.float()
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature
     if 0 < top_k < logits.shape[-1]:
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
     if top_p < 1.0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from viasd.errors import InvalidInput
@@ -15,45 +16,38 @@ INCOMPLETE = "\ufffd"  # what a decoder shows for a character whose bytes are no
 
 def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is a list of prompts rather than one of ids or of chat messages."""
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple))
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple))
 
 
-def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, max_positions: int) -> list[int]:
-    """Text, chat messages or ids -> ids that the model can start from.
+def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Text, chat messages or ids -> ids.
 
     Raises:
-        InvalidInput: empty, too long for the context, ids out of range, or text without a tokenizer.
+        InvalidInput: something else, or text without a tokenizer.
     """
-    ids = _ids(prompt, tokenizer)
-    if not ids:
-        raise InvalidInput("prompt is empty; at least one token is needed")
-    if len(ids) >= max_positions:
-        raise InvalidInput(f"prompt has {len(ids)} tokens; the model's context holds {max_positions}, output included")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise InvalidInput(f"prompt: ids must lie in [0, {vocab_size}), got {outside[0]}")
-    return ids
+    if isinstance(prompt, str):
+        return list(_needed(tokenizer)(prompt)["input_ids"]) if prompt else []
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        raise InvalidInput(f"prompt must be text, ids or chat messages, got {type(prompt).__name__}")
+    items: list[Any] = list(prompt)
+    if items and all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in items):
+        if not getattr(_needed(tokenizer), "chat_template", None):
+            raise InvalidInput("prompt: the tokenizer has no chat template; pass text or ids")
+        text = tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    wrong = [item for item in items if isinstance(item, bool) or not hasattr(item, "__index__")]
+    if wrong:
+        raise InvalidInput(
+            "prompt must be text, ids (integers) or chat messages (with 'role' and 'content'), "
+            f"got a list with {type(wrong[0]).__name__}"
+        )
+    return [operator.index(item) for item in items]
 
 
-def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    if not isinstance(prompt, str):
-        items = list(prompt)
-        ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-        if len(ids) == len(items):
-            return ids
-        if not all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in items):
-            raise InvalidInput(
-                "prompt must be text, ids (integers) or chat messages (with 'role' and 'content'), "
-                f"got a list with {next(type(item).__name__ for item in items if type(item) is not int)}"
-            )
+def _needed(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise InvalidInput("prompt: text and chat messages need a tokenizer; this model has none, pass ids")
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"]) if prompt else []
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInput("prompt: the tokenizer has no chat template; pass text or ids")
-    text = tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokenizer
 
 
 class Detokenizer:

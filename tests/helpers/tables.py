@@ -45,6 +45,9 @@ class TableModel:
         self._index: dict[Any, int] = {}
         self._rows: list[np.ndarray] = []
 
+    def check_route(self, route: Route) -> None:
+        route.check(self.num_layers, "", self.name)
+
     def new_cache(self) -> TableCache:
         return TableCache()
 

@@ -5,7 +5,7 @@ import torch
 
 import tables
 from tables import DRAFT, TableModel
-from viasd import DecodeRun, InvalidInput, ModelDrafter, PromptLookup, Route, Sampling, SelfDrafter
+from viasd import DecodeRun, InvalidInput, ModelDrafter, PromptLookup, Route, RouteMismatch, Sampling, SelfDrafter
 from viasd.drafters import DraftContext
 
 
@@ -132,5 +132,5 @@ def test_a_wider_draft_vocabulary_is_cut_to_the_models():
 
 
 def test_a_drafters_route_must_fit():
-    with pytest.raises(InvalidInput, match="route for 6 layers"):
+    with pytest.raises(RouteMismatch, match="made for 6 layers"):
         SelfDrafter(TableModel(3, 9), Route.spread(6, attention=0.5, mlp=0.5))

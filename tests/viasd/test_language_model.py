@@ -147,6 +147,11 @@ def test_a_route_is_read_from_a_file_and_belongs_to_a_model(tmp_path):
         ([5] * 64, "prompt has 64 tokens; the model's context holds 64"),
         ([5.5], "prompt must be text, ids .* got a list with float"),
         ([True], "prompt must be text, ids .* got a list with bool"),
+        (None, "prompt must be text, ids or chat messages, got NoneType"),
+        (5, "got int"),
+        (b"ab", "got bytes"),
+        ({"role": "user", "content": "w5"}, "got dict"),
+        (["w5", 5], "got int"),
         ([{"role": "user"}], "prompt must be text, ids"),
     ],
 )
@@ -189,6 +194,7 @@ def test_text_needs_a_tokenizer_and_chat_a_template():
     [
         ({"drafter": "medusa"}, "drafter must be 'prompt-lookup', 'self', a model, .* got 'medusa'"),
         ({"drafter": 5}, "drafter must be a name, a path, a model, a Drafter or None, got int"),
+        ({"speculation": 5}, "speculation must be a Speculation or None, got int"),
         ({"route": 5}, "route must be a Route, a path, 'default' or None, got int"),
         ({"route": "no-such-route.json"}, "route: cannot read no-such-route.json"),
     ],
@@ -196,6 +202,52 @@ def test_text_needs_a_tokenizer_and_chat_a_template():
 def test_options_that_cannot_work(options, message):
     with pytest.raises(InvalidInput, match=message):
         viasd.load(tiny(), **options)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(InvalidInput, match=r"model must be a path, .* got int"):
+        viasd.load(5)
+
+
+def test_ids_may_be_tensors():
+    lm = viasd.load(tiny())
+    assert lm.generate(torch.tensor([5, 6]), max_new_tokens=3).tokens == lm.generate([5, 6], max_new_tokens=3).tokens
+
+
+def test_whole_numbers_do_for_settings(lm):
+    greedy = lm.generate([5, 6], max_new_tokens=5)
+    assert lm.generate([5, 6], max_new_tokens=5, temperature=0).tokens == greedy.tokens
+    sampled = lm.generate([5, 6], max_new_tokens=5, temperature=1.0, seed=1)
+    assert lm.generate([5, 6], max_new_tokens=5, temperature=1, top_p=1, seed=1).tokens == sampled.tokens
+
+
+def test_a_loaded_model_loads_again_with_its_end_of_sequence():
+    module = tiny(3)
+    module.generation_config.eos_token_id = 7
+    lm = viasd.load(module)
+    assert viasd.load(lm.model).eos_token_ids == lm.eos_token_ids == (7,)
+
+
+def test_a_prompt_longer_than_one_prefill_pass():
+    module = tiny(11, max_position_embeddings=1400)
+    prompt = torch.randint(0, 60, (1300,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = transformers_greedy(module, prompt, 6)
+    for drafter in ("self", tiny(12, max_position_embeddings=1400)):
+        lm = viasd.load(module, drafter=drafter, route="default")
+        assert lm.generate(prompt, max_new_tokens=6).tokens == expected
+
+
+def test_the_default_route_belongs_to_its_model(tmp_path):
+    viasd.load(tiny(), route="default").route.save(tmp_path / "route.json")
+    viasd.load(tiny(5), route=tmp_path / "route.json")
+    with pytest.raises(RouteMismatch):
+        viasd.load(tiny(intermediate_size=48), route=tmp_path / "route.json")
+
+
+def test_a_saved_model_keeps_its_identity(tmp_path):
+    module = tiny(13)
+    module.save_pretrained(tmp_path)
+    assert viasd.load(tmp_path).model.config_hash == viasd.load(module).model.config_hash
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder"])

@@ -6,8 +6,9 @@ import torch
 import tables
 from tables import DRAFT, SLIM, TableModel
 from viasd import DecodeRun, Gate, InvalidInput, ModelDrafter, PromptLookup, Request, Sampling, SelfDrafter, Speculation
+from viasd.drafters import Draft
 from viasd.models import DecoderOutput
-from viasd_kernels import uniforms
+from viasd_kernels import acceptance_stats, uniforms
 
 
 def decode(model, requests, **options):
@@ -127,6 +128,166 @@ def test_overshoot_is_proposal_minus_full_probability():
         prefix.append(token)
     assert expected
     assert result.stats.overshoot == pytest.approx(expected, abs=1e-5)
+
+
+class Recording(SelfDrafter):
+    """Notes what the loop tells a drafter."""
+
+    capture_layers = (1, 3)
+
+    def __init__(self, model, route):
+        super().__init__(model, route)
+        self.contexts, self.verdicts, self.closed, self.drafts = [], [], [], []
+
+    def propose(self, context):
+        self.contexts.append([dict(own) for own in context.captured])
+        self.drafts.append(super().propose(context))
+        return self.drafts[-1]
+
+    def observe(self, verdict):
+        self.verdicts.append(verdict)
+
+    def close(self, request_ids):
+        self.closed.extend(request_ids)
+
+
+class Capturing(TableModel):
+    """Hands out, as a layer's hidden state, the row's token and position."""
+
+    def forward(self, rows, cache, *, capture_layers=(), **options):
+        output = super().forward(rows, cache, **options)
+        states = torch.tensor(list(zip(rows.tokens, rows.positions, strict=True)))
+        return DecoderOutput(output.logits, {layer: states + 100 * layer for layer in capture_layers})
+
+
+@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+def test_a_drafter_sees_captured_states_verdicts_and_the_end(route):
+    model = Capturing(4, 13)
+    drafter = Recording(model, DRAFT)
+    results = decode(model, [tables.request(s, 6 + s) for s in range(3)], drafter=drafter, route=route)
+    assert drafter.contexts[0] == [{}, {}, {}]
+    assert sorted(drafter.closed) == sorted({id for verdict in drafter.verdicts for id in verdict.request_ids})
+    for draft, verdict in zip(drafter.drafts, drafter.verdicts, strict=True):
+        for drafted, accepted, token in zip(draft.row_tokens, verdict.accepted, verdict.next_token, strict=True):
+            assert drafted[1 : 1 + len(accepted)] == accepted
+            assert 0 <= token < 4
+    for captured in drafter.contexts[1:]:
+        for own in captured:
+            assert own.keys() == {1, 3}
+            assert torch.equal(own[3], own[1] + 200)
+            tokens, positions = (own[1] - 100).T.tolist()
+            assert positions == list(range(positions[0], positions[0] + len(positions)))
+            sequences = [result.prompt_tokens + result.tokens for result in results]
+            if route is None:
+                assert any(all(s[p : p + 1] == [t] for t, p in zip(tokens, positions, strict=True)) for s in sequences)
+
+
+def test_escalating_together_saves_passes():
+    model = TableModel(4, 14)
+    requests = [tables.request(s, 24) for s in range(12)]
+    calls = []
+    forward = model.forward
+    model.forward = lambda rows, cache, route=None, **o: calls.append(route) or forward(rows, cache, route=route, **o)
+    counts = {}
+    for together in (False, True):
+        calls.clear()
+        speculation = Speculation(gamma=2, co_escalate=together)
+        decode(model, requests, drafter=SelfDrafter(model, DRAFT), route=SLIM, speculation=speculation)
+        counts[together] = calls.count(SLIM)
+    assert counts[True] < counts[False]
+
+
+@pytest.mark.parametrize("criterion", ["ratio", "tv", "kl"])
+@pytest.mark.parametrize("width", [6, 9])
+def test_regions_follow_the_fused_statistics(criterion, width):
+    generator = torch.Generator().manual_seed(0)
+    slim, draft = torch.randn(400, 9, generator=generator) * 2, torch.randn(400, width, generator=generator) * 2
+    slim[::7, 3] = -torch.inf
+    tokens = torch.randint(0, width, (400,), generator=generator)
+    stats = acceptance_stats(draft, slim, tokens, temperature=torch.ones(400))
+    score = {"ratio": stats.ratio, "tv": stats.tv, "kl": stats.kl_draft_target}[criterion]
+    gate = Gate(criterion, 0.6, 0.3) if criterion == "ratio" else Gate(criterion, 0.6, 0.9)
+    regions = gate.regions(tokens, slim, draft)
+    sign = 1 if criterion == "ratio" else -1
+    expected = torch.where(
+        sign * score >= sign * gate.accept, 0, torch.where(sign * score < sign * gate.escalate, 2, 1)
+    )
+    expected = torch.where(stats.target_logprob == -torch.inf, 2, expected)
+    assert torch.equal(regions, expected)
+    assert regions.unique().tolist() == [0, 1, 2]
+    one_hot = torch.arange(400) % 2 == 0
+    mixed = gate.regions(tokens, slim, draft, one_hot)
+    assert torch.equal(mixed[one_hot], gate.regions(tokens, slim)[one_hot])
+    assert torch.equal(mixed[~one_hot], regions[~one_hot])
+
+
+@pytest.mark.parametrize("gate", [Gate(), Gate("tv", 0.3, 0.6), Gate("kl", 0.2, 0.6)], ids=["ratio", "tv", "kl"])
+def test_a_greedy_requests_passes_do_not_depend_on_its_mates(gate):
+    model = TableModel(4, 15)
+    options = {"drafter": SelfDrafter(model, DRAFT), "route": SLIM, "speculation": Speculation(gate=gate)}
+    own = tables.request(0, 30, temperature=0.0)
+    alone = decode(model, [own], **options)[0].stats
+    beside = decode(model, [own, tables.request(1, 30)], **options)[0].stats
+    for count in ("regions", "num_slim_passes", "num_full_passes", "num_checked", "num_changed"):
+        assert getattr(alone, count) == getattr(beside, count)
+
+
+class Fixed(Recording):
+    """Proposes what it is told to."""
+
+    def __init__(self, draft):
+        self.name, self.draft = "fixed", draft
+
+    def start(self):
+        return self
+
+    propose = lambda self, context: self.draft  # noqa: E731
+    observe = close = lambda self, *_: None
+    capture_layers = ()
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (Draft([[2, 1]]), "starts with the newest token, got .2."),
+        (Draft([[]]), "starts with the newest token"),
+        (Draft([[1, 4]]), r"ids must lie in \[0, 4\)"),
+        (Draft([[1, -1]]), r"ids must lie in \[0, 4\)"),
+        (Draft([[1], [1]]), "expected 1 drafts, got 2"),
+        (Draft([[1, 0, 0, 0, 0, 0, 0]]), "at most 5 tokens in a row"),
+        (Draft([[1, 0, 2]], parents=[[-1, 2, 0]]), "parents before children"),
+        (Draft([[1, 0, 2]], parents=[[-1, -1, 0]]), "parents before children"),
+        (Draft([[1, 0, 2]], parents=[[-1, 0]]), "one parent per row"),
+    ],
+)
+def test_drafts_that_would_corrupt_the_output_are_refused(draft, message):
+    with pytest.raises(InvalidInput, match=f"drafter fixed: .*{message}"):
+        decode(TableModel(4, 16), [tables.request(0, 9)], drafter=Fixed(draft))
+
+
+def test_greedy_requests_take_trees_that_were_drawn():
+    model = TableModel(4, 17)
+    best = greedy(model, [0, 1], 2)
+    wrong = (best[0] + 1) % 4
+    tree = Draft([[1, wrong, best[0], best[1]]], None, [[-1, 0, 0, 2]], "without_replacement")
+    run = DecodeRun(model, [tables.request(0, 3, temperature=0)], drafter=Fixed(tree))
+    next(run.cycles())
+    assert run.results[0].tokens == greedy(model, [0, 1], 3)
+    assert run.results[0].tiers == ["draft", "draft", "full"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([], Sampling(seed=0, eos_token_ids=())), "prompt is empty"),
+        (Request([4], Sampling(seed=0, eos_token_ids=())), r"ids must lie in \[0, 4\)"),
+        (Request([1] * 64, Sampling(seed=0, eos_token_ids=())), "context holds 64"),
+        (Request([1], Sampling(eos_token_ids=())), "seed and sampling.eos_token_ids must be given"),
+    ],
+)
+def test_requests_that_cannot_work_are_refused(request_, message):
+    with pytest.raises(InvalidInput, match=message):
+        DecodeRun(TableModel(4, 18), [request_])
 
 
 def test_progress_adds_up_to_the_results():

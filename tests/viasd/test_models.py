@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from viasd import Route, TransformersModel, UnsupportedModel
+from viasd import InvalidInput, Route, TransformersModel, UnsupportedModel
 from viasd.models import Rows
 
 SIZES = {
@@ -232,6 +232,30 @@ def test_a_route_that_the_layers_cannot_take_is_refused():
     model = TransformersModel(tiny("opt"))
     with pytest.raises(UnsupportedModel, match="only routes that bypass whole layers"):
         chain(model, model.new_cache(), [3, 4], route=Route((True,) * 4, (True, False, True, True)))
+
+
+def test_a_slot_that_was_broken_serves_again():
+    module = tiny("llama")
+    model = TransformersModel(module)
+    expected = module(torch.tensor([[3, 4, 5]])).logits[0]
+    with torch.no_grad():
+        module.model.embed_tokens.weight[77] = float("nan")
+    cache = model.new_cache()
+    _, broken = chain(model, cache, [3, 77, 5])
+    cache.pool.give(broken)
+    torch.testing.assert_close(chain(model, cache, [3, 4, 5])[0].logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_long_rope_keeps_to_its_original_context():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
+    overrides = {"rope_parameters": rope, "original_max_position_embeddings": 32}
+    assert TransformersModel(tiny("phi3", **overrides)).max_positions == 32
+
+
+def test_captured_layers_must_exist():
+    model = TransformersModel(tiny("llama"))
+    with pytest.raises(InvalidInput, match=r"capture_layers must lie in \[0, 4\), got \[9\]"):
+        chain(model, model.new_cache(), [3], capture_layers=(9,))
 
 
 def test_config_hash_tells_architectures_apart():

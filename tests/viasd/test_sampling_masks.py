@@ -1,5 +1,7 @@
 """Settings and the masks that follow from them, against Transformers' own warpers."""
 
+import re
+
 import pytest
 import torch
 from transformers import (
@@ -43,6 +45,16 @@ def test_each_sequence_has_its_own_masks_and_greedy_rows_stay():
     assert mask_rows(logits, settings[1:], [0, 2, 6]) is logits
 
 
+def test_whole_numbers_are_numbers():
+    assert Sampling(temperature=1, top_p=1, min_p=0) == Sampling(temperature=1.0)
+    assert isinstance(Sampling(temperature=1).temperature, float)
+
+
+def test_the_most_likely_token_stays_at_any_temperature():
+    masked = mask_logits(torch.tensor([[-5.0, -6.0, -7.0]]), 1e-38, 2, 0.5, 0.1)
+    assert masked.tolist() == [[-5.0, -torch.inf, -torch.inf]]
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -61,8 +73,10 @@ def test_each_sequence_has_its_own_masks_and_greedy_rows_stay():
         ("min_p", 1.5),
         ("seed", 2**63),
         ("seed", 1.5),
+        ("eos_token_ids", ("a",)),
+        ("eos_token_ids", [3]),
     ],
 )
 def test_values_out_of_range_are_named(setting, value):
-    with pytest.raises(InvalidInput, match=f"^{setting} must be .*got {value!r}"):
+    with pytest.raises(InvalidInput, match=f"^{setting} must be .*got {re.escape(repr(value))}"):
         Sampling(**{setting: value})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from viasd.errors import InvalidInput
+from viasd_kernels import acceptance_stats
 
 REGIONS = ("A", "B", "C")
 
@@ -33,6 +34,9 @@ class Gate:
     def __post_init__(self) -> None:
         if self.criterion not in ("ratio", "tv", "kl"):
             raise InvalidInput(f"gate: criterion must be 'ratio', 'tv' or 'kl', got {self.criterion!r}")
+        for name in ("accept", "escalate"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise InvalidInput(f"gate: {name} must be a number, got {getattr(self, name)!r}")
         low, high = (self.escalate, self.accept) if self.criterion == "ratio" else (self.accept, self.escalate)
         if not low <= high:
             sign = "<=" if self.criterion == "ratio" else ">="
@@ -42,26 +46,33 @@ class Gate:
             )
 
     def regions(
-        self, tokens: torch.Tensor, slim_logits: torch.Tensor, draft_logits: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        slim_logits: torch.Tensor,
+        draft_logits: torch.Tensor | None = None,
+        one_hot: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[n] ids, [n, V] and [n, Vd] masked logits of the rows that judge them -> [n] index into ``REGIONS``."""
+        """Where the slim tier sends drafted tokens.
+
+        Args:
+            tokens: [n] ids.
+            slim_logits, draft_logits: [n, V], [n, Vd]: the rows that judge and that proposed them, masked.
+            one_hot: [n] bool, proposals that count as one-hot though ``draft_logits`` has a row for them.
+
+        Returns:
+            [n] index into ``REGIONS``.
+        """
         slim = slim_logits.float().log_softmax(-1)
         chosen = slim.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
         if self.criterion == "ratio":
             score = (chosen - slim.amax(-1)).exp()
             return torch.where(score >= self.accept, 0, torch.where(score < self.escalate, 2, 1))
-        if draft_logits is None:
-            score = 1.0 - chosen.exp() if self.criterion == "tv" else -chosen
-        else:
-            score = _distance(self.criterion, draft_logits.float().log_softmax(-1), slim)
+        score = 1.0 - chosen.exp() if self.criterion == "tv" else -chosen
+        if draft_logits is not None:
+            stats = acceptance_stats(
+                draft_logits, slim_logits, tokens, temperature=torch.ones_like(chosen), check=False
+            )
+            drawn = stats.tv if self.criterion == "tv" else stats.kl_draft_target
+            score = drawn if one_hot is None else torch.where(one_hot, score, drawn)
         region = torch.where(score <= self.accept, 0, torch.where(score <= self.escalate, 1, 2))
         return torch.where(chosen == -torch.inf, 2, region)
-
-
-def _distance(criterion: str, draft: torch.Tensor, slim: torch.Tensor) -> torch.Tensor:
-    """[n] total variation or KL(draft || slim) of log-probabilities [n, Vd], [n, V]; ids >= Vd have no draft mass."""
-    common, rest = slim[:, : draft.shape[1]], slim[:, draft.shape[1] :]
-    probs = draft.exp()
-    if criterion == "tv":
-        return 0.5 * ((probs - common.exp()).abs().sum(-1) + rest.exp().sum(-1))
-    return torch.where(probs > 0, probs * (draft - common), 0.0).sum(-1)

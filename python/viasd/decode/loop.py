@@ -5,22 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from viasd.decode.gate import REGIONS
-from viasd.decode.request import Request, Result, Speculation, Tier
+from viasd.decode.request import Request, Result, Speculation, Tier, check_request
 from viasd.decode.sequence import Proposed, SequenceState
 from viasd.decode.verification import Coins, Verification, coins_for, is_fatal, starts, token_probs, verify
 from viasd.drafters import Draft, DraftContext, Drafter, Verdict
 from viasd.drafters.base import draft_logits
-from viasd.models.base import Model, Rows
+from viasd.errors import InvalidInput
+from viasd.models.base import Model, prefill
 from viasd.routing import Route
 from viasd.sampling import mask_rows
 from viasd_kernels import accept_chain, uniforms
-
-PREFILL_ROWS = 512  # bounds a prefill pass's mask and activations
 
 _request_ids = itertools.count()
 
@@ -48,6 +47,9 @@ class DecodeRun:
         drafter: None proposes nothing.
         route: the slim tier's; None decodes in two tiers.
         coins: ``coins(seeds [B], draws [B], n) -> [B, n]`` float64 in [0, 1).
+
+    Raises:
+        InvalidInput, RouteMismatch, UnsupportedModel: a request or a route that the model cannot take.
     """
 
     def __init__(
@@ -60,6 +62,10 @@ class DecodeRun:
         speculation: Speculation | None = None,
         coins: Coins = uniforms,
     ) -> None:
+        for request in requests:
+            check_request(request, model.vocab_size, model.max_positions)
+        if route:
+            model.check_route(route)
         self.model = model
         self.drafter = drafter.start() if drafter else None
         self.route = route
@@ -95,14 +101,7 @@ class DecodeRun:
     def _prefill(self, sequence: SequenceState) -> None:
         """Write the full model's keys of the prompt but its last token, which is the first pass's root."""
         started = time.perf_counter()
-        todo = sequence.tokens[:-1]
-        for first in range(0, len(todo), PREFILL_ROWS):
-            chunk = todo[first : first + PREFILL_ROWS]
-            slots = self.cache.pool.take(len(chunk))
-            positions = range(first, first + len(chunk))
-            rows = Rows(chunk, positions, [0, len(chunk)], slots, [sequence.slots])
-            self.model.forward(rows, self.cache, logits_rows=[len(chunk) - 1])
-            sequence.slots.extend(slots)
+        prefill(self.model, self.cache, sequence.tokens[:-1], sequence.slots)
         sequence.result.stats.prefill_ms = 1e3 * (time.perf_counter() - started)
 
     def _cycle(self, active: list[SequenceState]) -> None:
@@ -140,6 +139,7 @@ class DecodeRun:
             draw=lambda indices, logits: self._draw([active[i] for i in indices], logits),
         )
         draft = self.drafter.propose(context)
+        _check_draft(self.drafter.name, draft, context, self.model.vocab_size)
         for sequence in active:
             sequence.result.stats.draft_ms += 1e3 * (time.perf_counter() - started)
         return draft
@@ -207,14 +207,16 @@ class DecodeRun:
             [sequences[b].stats_temperature for b in drew],
         )
         slim_drawn = {b: Proposed(slim.next_token[b], "slim", prob) for b, prob in zip(drew, own_probs, strict=True)}
+        judged = [row for b in range(len(sequences)) for row in slim.judges(b)]
+        recorded = iter(slim.logits[torch.tensor(judged, device=slim.logits.device)])
         in_region_c = self._count_regions(sequences, draft, slim, drafted)
         escalating = set()
         for b, sequence in enumerate(sequences):
             joining = drafted[b] + ([slim_drawn[b]] if b in slim_drawn else [])
             kept = sequence.keep([proposed.token for proposed in joining])
-            rows = [None] * kept if sequence.greedy else slim.logits[torch.tensor(slim.judges(b)[:kept])].unbind()
-            for proposed, row in zip(joining[:kept], rows, strict=True):
-                sequence.pending.append(Proposed(proposed.token, proposed.tier, proposed.prob, row))
+            rows = [next(recorded) for _ in slim.judges(b)]
+            for proposed, row in zip(joining[:kept], rows, strict=False):
+                sequence.pending.append(replace(proposed, row=None if sequence.greedy else row))
                 sequence.tokens.append(proposed.token)
             sequence.trim(self.cache.pool)
             self._count_chain(sequence, draft, b, len(drafted[b]), kept)
@@ -234,8 +236,10 @@ class DecodeRun:
             return set()
         rows = torch.tensor([row for _, row in where], device=slim.logits.device)
         tokens = torch.tensor([p.token for own in drafted for p in own], device=slim.logits.device)
+        # A greedy request's draft counts as one-hot, whether or not a mate made the drafter report a distribution.
+        one_hot = torch.tensor([sequences[b].greedy for b, _ in where], device=slim.logits.device)
         proposal = None if draft.logits is None else draft.logits[rows]
-        regions = self.speculation.gate.regions(tokens, slim.logits[rows], proposal).tolist()
+        regions = self.speculation.gate.regions(tokens, slim.logits[rows], proposal, one_hot).tolist()
         for (b, _), region in zip(where, regions, strict=True):
             sequences[b].result.stats.regions[REGIONS[region]] += 1
         return {b for (b, _), region in zip(where, regions, strict=True) if REGIONS[region] == "C"}
@@ -278,8 +282,7 @@ class DecodeRun:
 
     def _count_chain(self, sequence: SequenceState, draft: Draft, b: int, num_accepted: int, kept: int) -> None:
         """Count a verdict on the draft; where the output ended inside it, the rest of the draft does not exist."""
-        parents = draft.parents[b] if draft.parents else None
-        num_drafted = _depth(parents) if parents else len(draft.row_tokens[b]) - 1
+        num_drafted = max(draft.depths(b))
         if sequence.ended or sequence.result.finish_reason is not None:
             num_drafted = min(num_drafted, kept)
         sequence.result.stats.count_chain(num_drafted, min(num_accepted, num_drafted))
@@ -323,8 +326,18 @@ def _count_pending(sequence: SequenceState, pending: list[Proposed], num_accepte
     stats.num_discarded += sum(proposed.tier == "draft" for proposed in rejected[1:])
 
 
-def _depth(parents: Sequence[int]) -> int:
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(0 if parent < 0 else depth[parent] + 1)
-    return max(depth)
+def _check_draft(name: str, draft: Draft, context: DraftContext, vocab_size: int) -> None:
+    """Raise ``InvalidInput`` for a draft that would silently change what is decoded."""
+    if len(draft.row_tokens) != len(context.tokens) or (draft.parents and len(draft.parents) != len(context.tokens)):
+        raise InvalidInput(f"drafter {name}: expected {len(context.tokens)} drafts, got {len(draft.row_tokens)}")
+    for b, tokens in enumerate(draft.row_tokens):
+        if not tokens or tokens[0] != context.tokens[b][-1]:
+            raise InvalidInput(f"drafter {name}: a draft starts with the newest token, got {tokens[:1]}")
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InvalidInput(f"drafter {name}: ids must lie in [0, {vocab_size}), got {tokens}")
+        depths = draft.depths(b)
+        if len(depths) != len(tokens) or max(depths) > max(context.max_tokens[b], 0):
+            raise InvalidInput(
+                f"drafter {name}: at most {context.max_tokens[b]} tokens in a row may be drafted, parents before "
+                f"children, one parent per row; got {len(tokens) - 1} drafted tokens of depths {depths}"
+            )

@@ -22,6 +22,20 @@ class Request:
     sampling: Sampling
 
 
+def check_request(request: Request, vocab_size: int, max_positions: int) -> None:
+    """Raise ``InvalidInput`` for a request that a model of this vocabulary and context cannot take."""
+    ids = request.prompt_tokens
+    if not ids:
+        raise InvalidInput("prompt is empty; at least one token is needed")
+    if len(ids) >= max_positions:
+        raise InvalidInput(f"prompt has {len(ids)} tokens; the model's context holds {max_positions}, output included")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise InvalidInput(f"prompt: ids must lie in [0, {vocab_size}), got {outside[0]}")
+    if request.sampling.seed is None or request.sampling.eos_token_ids is None:
+        raise InvalidInput("request: sampling.seed and sampling.eos_token_ids must be given, got None")
+
+
 @dataclass(frozen=True)
 class Token:
     """One emitted token: its id, the text it added (may be empty inside a character), the tier that decided it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from viasd.decode.sequence import SequenceState
 from viasd.drafters import Draft
-from viasd.models.base import Model, Rows
+from viasd.models.base import KVCache, Model, Rows
 from viasd.routing import Route
 from viasd.sampling import mask_rows
 from viasd_kernels import FATAL, Status, accept_chain, build_tree, verify_tree
@@ -42,7 +43,7 @@ class Verification:
 
 def verify(
     model: Model,
-    cache: object,
+    cache: KVCache,
     sequences: Sequence[SequenceState],
     draft: Draft,
     coins: Coins,
@@ -55,7 +56,7 @@ def verify(
     Afterwards each sequence's slots hold the keys of its root and of the accepted rows.
     """
     row_start = starts([len(tokens) for tokens in draft.row_tokens])
-    new_slots = cache.pool.take(row_start[-1])  # type: ignore[attr-defined]
+    new_slots = cache.pool.take(row_start[-1])
     parents = [parent for own in draft.parents for parent in own] if draft.parents else None
     rows = Rows(
         tokens=[token for own in draft.row_tokens for token in own],
@@ -72,7 +73,7 @@ def verify(
         kept = [0, *verification.paths[b]]
         own = new_slots[row_start[b] : row_start[b + 1]]
         sequence.slots.extend(own[row] for row in kept)
-        cache.pool.give([slot for row, slot in enumerate(own) if row not in kept])  # type: ignore[attr-defined]
+        cache.pool.give([slot for row, slot in enumerate(own) if row not in kept])
         judges = verification.judges(b)
         sequence.captured = {layer: hidden[judges] for layer, hidden in output.captured.items()}
     return verification
@@ -104,7 +105,8 @@ def judge(
             start,
             temperature=temperature,
             draft_logits=draft.logits,
-            proposal=draft.proposal,
+            # Greedy requests need no distribution, whatever the tree was drawn from.
+            proposal=draft.proposal if draft.logits is not None else "deterministic",
             check=False,
         )
         num_accepted, next_token, status = torch.stack(list(verdict[1:])).tolist()
@@ -121,10 +123,10 @@ def coins_for(
     if all(sequence.greedy for sequence in sequences):
         return torch.zeros(row_start[-1], dtype=torch.float64, device=device)  # never read
     seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
-    counts = torch.tensor(row_start, device=device).diff()
-    widest = int(counts.max())
+    widest = max(end - first for first, end in pairwise(row_start))
     grid = coins(seeds, torch.tensor(draws, device=device), widest)
-    return grid[torch.arange(widest, device=device) < counts.unsqueeze(1)]
+    index = [b * widest + row for b, (first, end) in enumerate(pairwise(row_start)) for row in range(end - first)]
+    return grid.flatten()[torch.tensor(index, device=device)]
 
 
 def token_probs(
@@ -157,11 +159,5 @@ def _positions(sequences: Sequence[SequenceState], draft: Draft) -> list[int]:
     positions: list[int] = []
     for b, sequence in enumerate(sequences):
         root = len(sequence.tokens) - 1
-        if draft.parents is None:
-            positions.extend(range(root, root + len(draft.row_tokens[b])))
-            continue
-        depth: list[int] = []
-        for parent in draft.parents[b]:
-            depth.append(0 if parent < 0 else depth[parent] + 1)
-        positions.extend(root + own for own in depth)
+        positions.extend(root + depth for depth in draft.depths(b))
     return positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,14 +61,25 @@ class Draft:
     parents: list[list[int]] | None = None
     proposal: str = "deterministic"
 
+    def depths(self, b: int) -> list[int]:
+        """How far each row of sequence b is from its root; a row whose parent does not precede it ends the list."""
+        if self.parents is None:
+            return list(range(len(self.row_tokens[b])))
+        depths: list[int] = []
+        for row, parent in enumerate(self.parents[b]):
+            if (row == 0) != (parent == -1) or not -1 <= parent < max(row, 1):
+                break
+            depths.append(0 if row == 0 else depths[parent] + 1)
+        return depths
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What became of a draft: per sequence, the accepted drafted tokens and the token that followed (-1: none)."""
 
     request_ids: Sequence[int]
-    accepted: list[list[int]] = field(default_factory=list)
-    next_token: list[int] = field(default_factory=list)
+    accepted: list[list[int]]
+    next_token: list[int]
 
 
 class Drafter(ABC):
@@ -86,7 +97,7 @@ class Drafter(ABC):
         """At most ``context.max_tokens[b]`` tokens for sequence b."""
 
     def observe(self, verdict: Verdict) -> None:  # noqa: B027 - most drafters have nothing to learn
-        """Told after each verification."""
+        """Told what the first verifier, slim or full, made of the last draft."""
 
     def close(self, request_ids: Sequence[int]) -> None:  # noqa: B027 - nor anything to give back
         """These requests are finished."""

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from viasd.drafters.base import Draft, DraftContext, Drafter, draft_logits
-from viasd.errors import InvalidInput
-from viasd.models.base import Model, Rows
+from viasd.models.base import PREFILL_ROWS, Model, Rows, prefill
 from viasd.routing import Route
 
 
@@ -28,6 +27,9 @@ def draft_chains(
     the draft is then drawn from, and reported as, what is left.
     """
     row_tokens = [[tokens[-1]] for tokens in context.tokens]
+    for tokens, own, limit in zip(context.tokens, slots, max_tokens, strict=True):
+        if limit > 0 and len(tokens) - len(own) > PREFILL_ROWS:
+            prefill(model, cache, tokens[:-1], own)
     feed = [tokens[len(own) :] for tokens, own in zip(context.tokens, slots, strict=True)]
     drawn: list[tuple[int, int, torch.Tensor]] = []
     limits = list(max_tokens)
@@ -73,8 +75,7 @@ class SelfDrafter(Drafter):
     name = "self"
 
     def __init__(self, model: Model, route: Route) -> None:
-        if route.num_layers != model.num_layers:
-            raise InvalidInput(f"drafter: route for {route.num_layers} layers, but the model has {model.num_layers}")
+        model.check_route(route)
         self.model = model
         self.route = route
 

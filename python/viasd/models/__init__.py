@@ -1,6 +1,6 @@
 """Models over token slots."""
 
-from viasd.models.base import DecoderOutput, KVCache, Model, Rows, SlotPool
+from viasd.models.base import DecoderOutput, KVCache, Model, Rows, SlotPool, prefill
 from viasd.models.transformers_model import TransformersModel
 
-__all__ = ["DecoderOutput", "KVCache", "Model", "Rows", "SlotPool", "TransformersModel"]
+__all__ = ["DecoderOutput", "KVCache", "Model", "Rows", "SlotPool", "TransformersModel", "prefill"]

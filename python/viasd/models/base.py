@@ -62,6 +62,9 @@ class SlotPool:
             heapq.heappush(self._free, slot)
 
 
+PREFILL_ROWS = 512  # bounds a pass's mask and activations
+
+
 class KVCache(Protocol):
     """A model's keys and values; the pool says which of its slots are free."""
 
@@ -82,6 +85,9 @@ class Model(Protocol):
     def device(self) -> torch.device:
         """Where passes run and logits live."""
 
+    def check_route(self, route: Route) -> None:
+        """Raise ``RouteMismatch`` or ``UnsupportedModel`` when passes cannot take this route."""
+
     def new_cache(self) -> Any:
         """An empty cache for one run."""
 
@@ -95,3 +101,16 @@ class Model(Protocol):
         capture_layers: Sequence[int] = (),
     ) -> DecoderOutput:
         """Run one pass; ``route`` says what to bypass, ``logits_rows`` which rows' logits are wanted (None: all)."""
+
+
+def prefill(model: Model, cache: Any, tokens: Sequence[int], slots: list[int]) -> None:
+    """Write the keys of all ``tokens`` that have no slot yet; ``slots`` grows by theirs. Waits for the device."""
+    while len(slots) < len(tokens):
+        first = len(slots)
+        chunk = tokens[first : first + PREFILL_ROWS]
+        new = cache.pool.take(len(chunk))
+        rows = Rows(chunk, range(first, first + len(chunk)), [0, len(chunk)], new, [list(slots)])
+        output = model.forward(rows, cache, logits_rows=[len(chunk) - 1])
+        slots.extend(new)
+        if len(slots) == len(tokens):
+            output.logits[0, 0].item()

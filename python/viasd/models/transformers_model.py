@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from viasd.errors import UnsupportedModel
+from viasd.errors import InvalidInput, UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows
 from viasd.models.bypass import capture_sink, find_layers, make_view
 from viasd.models.slot_cache import SlotCache, visible_slots
@@ -19,7 +19,15 @@ from viasd.routing import Route
 
 PROBE_LENGTH = 12
 MASK_KINDS = ("full_attention", "sliding_attention")
-VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "_attn_implementation")
+VOLATILE_CONFIG = (
+    "transformers_version",
+    "architectures",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "_attn_implementation",
+)
 
 
 class TransformersModel:
@@ -46,7 +54,7 @@ class TransformersModel:
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.max_positions = _max_positions(config)
         self._layers_path = find_layers(model, self.num_layers)
         arguments = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
@@ -69,6 +77,11 @@ class TransformersModel:
         """Identifies the architecture: a hash of the configuration without what may vary between copies."""
         content = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_CONFIG}
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def check_route(self, route: Route) -> None:
+        """See ``viasd.models.base.Model.check_route``."""
+        route.check(self.num_layers, self.config_hash, self.name)
+        self._view(route)
 
     def new_cache(self) -> SlotCache:
         return SlotCache(self.num_layers, self.device)
@@ -97,6 +110,8 @@ class TransformersModel:
         wanted = None if logits_rows is None else torch.tensor(logits_rows, dtype=torch.int64, device=device)
         if wanted is not None and self._keeps_logits:
             arguments["logits_to_keep"] = wanted
+        if not all(0 <= layer < self.num_layers for layer in capture_layers):
+            raise InvalidInput(f"capture_layers must lie in [0, {self.num_layers}), got {list(capture_layers)}")
         captured: dict[int, torch.Tensor] = dict.fromkeys(capture_layers, torch.empty(0))
         token = capture_sink.set(captured)
         try:
@@ -197,3 +212,13 @@ class TransformersModel:
         slots = cache.pool.take(len(tokens))
         tree = Rows(tokens, positions, [0, len(tokens)], slots, [context], parents)
         return torch.cat([head, self.forward(tree, cache).logits[::2]])
+
+
+def _max_positions(config: Any) -> int:
+    """The context. Past its original length, long rope takes other factors for all rows of a pass: not offered."""
+    positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return positions
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return min(positions, int(original or positions))

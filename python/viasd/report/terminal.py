@@ -25,9 +25,12 @@ TIER_WORDS: dict[Tier, str] = {
 Report = Callable[[str, int, int], None]
 
 
-def token_text(text: str, tier: Tier) -> Text:
-    """A token's text in its tier's colour; escape characters are shown, so that a model cannot drive the terminal."""
-    return Text(text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}"), style=TIER_STYLES[tier])
+CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def token_text(text: str, tier: Tier | None) -> Text:
+    """A token's text in its tier's colour, without control characters: a model must not drive the terminal."""
+    return Text(text.translate(CONTROLS), style=TIER_STYLES[tier] if tier else "")
 
 
 def tiered_text(tokens: Iterable[Token]) -> Text:
