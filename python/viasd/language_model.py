@@ -22,7 +22,6 @@ from viasd.text import Detokenizer, Prompt, encode, is_batch
 # model: evenly spread, 45 % of the middle leaves 1 % of the full model's choices; a seventh of the attentions, 75 %.
 SLIM_SHARES = {"attention": 0.15, "mlp": 0.0}
 SELF_DRAFT_SHARES = {"attention": 0.25, "mlp": 0.1}
-DRAFTERS = ("prompt-lookup", "self")
 
 
 class LanguageModel:
@@ -280,8 +279,7 @@ def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: An
     if isinstance(drafter, (str, Path)):
         if not Path(drafter).expanduser().is_dir():
             raise InvalidInput(
-                f"drafter must be {', '.join(map(repr, DRAFTERS))}, a model, the folder of one, or None; "
-                f"got {drafter!r}"
+                f"drafter must be 'prompt-lookup', 'self', a model, the folder of one, or None; got {drafter!r}"
             )
         name = Path(drafter).name
         module, own_tokenizer = _read(drafter, device or target.device, dtype)

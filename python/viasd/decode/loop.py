@@ -12,14 +12,14 @@ import torch
 from viasd.decode.gate import REGIONS
 from viasd.decode.request import Request, Result, Speculation, Tier, check_request
 from viasd.decode.sequence import Proposed, SequenceState
-from viasd.decode.verification import Coins, Verification, coins_for, is_fatal, starts, token_probs, verify
+from viasd.decode.verification import Coins, Verification, coins_for, token_probs, verify
 from viasd.drafters import Draft, DraftContext, Drafter, Verdict
 from viasd.drafters.base import draft_logits
 from viasd.errors import InvalidInput
-from viasd.models.base import Model, prefill
+from viasd.models.base import Model, prefill, row_starts
 from viasd.routing import Route
 from viasd.sampling import mask_rows
-from viasd_kernels import accept_chain, uniforms
+from viasd_kernels import FATAL, accept_chain, uniforms
 
 _request_ids = itertools.count()
 
@@ -221,7 +221,7 @@ class DecodeRun:
             sequence.trim(self.cache.pool)
             self._count_chain(sequence, draft, b, len(drafted[b]), kept)
             full = len(sequence.pending) >= self.speculation.max_pending
-            if b in in_region_c or full or sequence.ended or is_fatal(slim.status[b]):
+            if b in in_region_c or full or sequence.ended or slim.status[b] & FATAL:
                 escalating.add(sequence.id)
         if self.speculation.co_escalate and escalating:
             return {sequence.id for sequence in sequences}
@@ -276,7 +276,7 @@ class DecodeRun:
                 self._count_chain(sequence, draft, b, len(accepted[b]), kept)
             else:
                 _count_pending(sequence, proposals[b], len(accepted[b]))
-            if sequence.result.finish_reason is None and is_fatal(full.status[b]):
+            if sequence.result.finish_reason is None and full.status[b] & FATAL:
                 sequence.result.finish_reason = "error"
                 sequence.result.error = f"the full model's logits are broken: {full.status[b]!r}"
 
@@ -307,7 +307,7 @@ def _pending_draft(sequences: list[SequenceState], pending: list[list[Proposed]]
     row_tokens = [
         [sequence.tokens[-1], *(p.token for p in own)] for sequence, own in zip(sequences, pending, strict=True)
     ]
-    row_start = starts([len(own) for own in row_tokens])
+    row_start = row_starts([len(own) for own in row_tokens])
     rows = [
         (row_start[b] + i, proposed.row)
         for b, own in enumerate(pending)

@@ -10,10 +10,10 @@ import torch
 
 from viasd.decode.sequence import SequenceState
 from viasd.drafters import Draft
-from viasd.models.base import KVCache, Model, Rows
+from viasd.models.base import KVCache, Model, Rows, row_starts
 from viasd.routing import Route
 from viasd.sampling import mask_rows
-from viasd_kernels import FATAL, Status, accept_chain, build_tree, verify_tree
+from viasd_kernels import Status, accept_chain, build_tree, verify_tree
 
 Coins = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -55,7 +55,7 @@ def verify(
 
     Afterwards each sequence's slots hold the keys of its root and of the accepted rows.
     """
-    row_start = starts([len(tokens) for tokens in draft.row_tokens])
+    row_start = row_starts([len(tokens) for tokens in draft.row_tokens])
     new_slots = cache.pool.take(row_start[-1])
     parents = [parent for own in draft.parents for parent in own] if draft.parents else None
     rows = Rows(
@@ -141,18 +141,6 @@ def token_probs(
     inside = ids < logits.shape[-1]
     probs = chosen.log_softmax(-1).gather(1, ids.where(inside, 0).unsqueeze(1)).squeeze(1).exp()
     return probs.where(inside, 0.0).tolist()
-
-
-def starts(lengths: Sequence[int]) -> list[int]:
-    """[B+1] running sums of ``lengths``, from 0."""
-    row_start = [0]
-    for length in lengths:
-        row_start.append(row_start[-1] + length)
-    return row_start
-
-
-def is_fatal(status: Status) -> bool:
-    return bool(status & FATAL)
 
 
 def _positions(sequences: Sequence[SequenceState], draft: Draft) -> list[int]:

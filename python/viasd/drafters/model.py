@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from viasd.drafters.base import Draft, DraftContext, Drafter, draft_logits
-from viasd.models.base import PREFILL_ROWS, Model, Rows, prefill
+from viasd.models.base import PREFILL_ROWS, Model, Rows, prefill, row_starts
 from viasd.routing import Route
 
 
@@ -37,9 +37,7 @@ def draft_chains(
         active = [b for b, limit in enumerate(limits) if step < limit]
         if not active:
             break
-        row_start = [0]
-        for b in active:
-            row_start.append(row_start[-1] + len(feed[b]))
+        row_start = row_starts(len(feed[b]) for b in active)
         new_slots = cache.pool.take(row_start[-1])
         rows = Rows(
             tokens=[token for b in active for token in feed[b]],
@@ -60,9 +58,7 @@ def draft_chains(
             feed[b] = [tokens[i]]
     if context.all_greedy:
         return Draft(row_tokens)
-    first_row = [0]
-    for row in row_tokens:
-        first_row.append(first_row[-1] + len(row))
+    first_row = row_starts(len(row) for row in row_tokens)
     return Draft(row_tokens, draft_logits(first_row[-1], [(first_row[b] + step, row) for b, step, row in drawn]))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,6 +61,11 @@ class SlotPool:
     def give(self, slots: Sequence[int]) -> None:
         for slot in slots:
             heapq.heappush(self._free, slot)
+
+
+def row_starts(lengths: Iterable[int]) -> list[int]:
+    """[B+1] first row of each sequence, then the number of rows."""
+    return list(itertools.accumulate(lengths, initial=0))
 
 
 PREFILL_ROWS = 512  # bounds a pass's mask and activations
