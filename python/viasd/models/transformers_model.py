@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,20 +12,12 @@ from torch import nn
 from viasd.errors import InvalidInput, UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows
 from viasd.models.bypass import capture_sink, find_layers, make_view
+from viasd.models.identity import config_hash, max_positions
+from viasd.models.probe import probe
 from viasd.models.slot_cache import SlotCache, visible_slots
 from viasd.routing import Route
 
-PROBE_LENGTH = 12
 MASK_KINDS = ("full_attention", "sliding_attention")
-VOLATILE_CONFIG = (
-    "transformers_version",
-    "architectures",
-    "_name_or_path",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "_attn_implementation",
-)
 
 
 class TransformersModel:
@@ -54,7 +44,8 @@ class TransformersModel:
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
-        self.max_positions = _max_positions(config)
+        self.config_hash = config_hash(config)
+        self.max_positions = max_positions(config)
         self._layers_path = find_layers(model, self.num_layers)
         arguments = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
@@ -62,7 +53,7 @@ class TransformersModel:
         self._mask_kinds = self._read_mask_kinds()
         self._layer_returns_tuple = False
         self._views: dict[Route | None, nn.Module] = {}
-        self._probe()
+        self._learn_and_probe()
 
     @property
     def device(self) -> torch.device:
@@ -71,12 +62,6 @@ class TransformersModel:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
-
-    @property
-    def config_hash(self) -> str:
-        """Identifies the architecture: a hash of the configuration without what may vary between copies."""
-        content = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_CONFIG}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def check_route(self, route: Route) -> None:
         """See ``viasd.models.base.Model.check_route``."""
@@ -157,68 +142,14 @@ class TransformersModel:
             masks[kind] = additive.masked_fill_(~keep, torch.finfo(self.dtype).min)[None, None]
         return masks if len(masks) > 1 else masks[self._mask_kinds[0]]
 
-    def _probe(self) -> None:
-        """Refuse the model unless its slot forward equals its plain forward; also learns what its layers return."""
-        ids = [(7 * i + 3) % self.vocab_size for i in range(PROBE_LENGTH)]
+    def _learn_and_probe(self) -> None:
+        """Probe the slot forward; the plain forward that it is compared with shows what the layers return."""
         layers = self.model.get_submodule(self._layers_path)
         hook = next(layers.children()).register_forward_hook(self._note_layer_output)
         try:
-            with torch.inference_mode():
-                plain = self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[0]
-            if not torch.isfinite(plain).all():
-                raise UnsupportedModel(f"{self.name}: logits are not finite; the weights hold NaN or infinity")
-            slots = self._slot_probe(ids)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            NotImplementedError,
-        ) as error:
-            raise UnsupportedModel(
-                f"{self.name} ({type(self.model).__name__}): its forward does not run over a slot cache: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            probe(self, self.model)
         finally:
             hook.remove()
-        difference = (plain - slots).abs().max().item()
-        limit = (1e-3 if self.dtype == torch.float32 else 5e-2) * max(1.0, plain.abs().max().item())
-        if not difference <= limit:
-            raise UnsupportedModel(
-                f"{self.name} ({type(self.model).__name__}): logits over a slot cache differ from the plain forward's "
-                f"by {difference:.3g} (limit {limit:.3g}); the model's attention does not follow explicit positions "
-                "and masks"
-            )
 
     def _note_layer_output(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._layer_returns_tuple = isinstance(output, tuple)
-
-    def _slot_probe(self, ids: Sequence[int]) -> torch.Tensor:
-        """[PROBE_LENGTH, V]: a chain, wrong rows that are dropped again, then a tree with a wrong sibling per level."""
-        cache = self.new_cache()
-        half = PROBE_LENGTH // 2
-        context = cache.pool.take(half)[::-1]
-        head = self.forward(Rows(ids[:half], range(half), [0, half], context, [[]]), cache).logits
-        wrong = cache.pool.take(2)
-        self.forward(Rows(ids[:2], [half, half + 1], [0, 2], wrong, [context]), cache)
-        cache.pool.give(wrong)
-        tokens, positions, parents = [ids[half]], [half], [-1]
-        for depth in range(1, PROBE_LENGTH - half):
-            tokens += [(ids[half + depth] + 1) % self.vocab_size, ids[half + depth]]
-            positions += [half + depth] * 2
-            parents += [2 * depth - 2] * 2
-        slots = cache.pool.take(len(tokens))
-        tree = Rows(tokens, positions, [0, len(tokens)], slots, [context], parents)
-        return torch.cat([head, self.forward(tree, cache).logits[::2]])
-
-
-def _max_positions(config: Any) -> int:
-    """The context. Past its original length, long rope takes other factors for all rows of a pass: not offered."""
-    positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return positions
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return min(positions, int(original or positions))
