@@ -75,7 +75,7 @@ class References:
     def __call__(self, prompt, new_tokens):
         key = (prompt, new_tokens)
         if key not in self.known:
-            ids = viasd.text.encode(messages(prompt), self.lm.tokenizer, 10**9, 10**9)
+            ids = viasd.text.encode(messages(prompt), self.lm.tokenizer)
             inputs = torch.tensor([ids])
             output = self.lm.model.model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new_tokens, do_sample=False
