@@ -6,7 +6,7 @@ import torch
 import tables
 from tables import DRAFT, SLIM, TableModel
 from viasd import DecodeRun, Gate, InvalidInput, ModelDrafter, PromptLookup, Request, Sampling, SelfDrafter, Speculation
-from viasd.drafters import Draft
+from viasd.drafters import Draft, Drafter
 from viasd.models import DecoderOutput
 from viasd_kernels import acceptance_stats, uniforms
 
@@ -232,18 +232,16 @@ def test_a_greedy_requests_passes_do_not_depend_on_its_mates(gate):
         assert getattr(alone, count) == getattr(beside, count)
 
 
-class Fixed(Recording):
+class Fixed(Drafter):
     """Proposes what it is told to."""
 
+    name = "fixed"
+
     def __init__(self, draft):
-        self.name, self.draft = "fixed", draft
+        self.draft = draft
 
-    def start(self):
-        return self
-
-    propose = lambda self, context: self.draft  # noqa: E731
-    observe = close = lambda self, *_: None
-    capture_layers = ()
+    def propose(self, context):
+        return self.draft
 
 
 @pytest.mark.parametrize(
@@ -288,6 +286,14 @@ def test_greedy_requests_take_trees_that_were_drawn():
 def test_requests_that_cannot_work_are_refused(request_, message):
     with pytest.raises(InvalidInput, match=message):
         DecodeRun(TableModel(4, 18), [request_])
+
+
+def test_reported_probabilities_stand_a_tiny_temperature():
+    model = TableModel(4, 19)
+    model._row = lambda tier, prefix, num_full, row=model._row: row("full", prefix, 0)
+    result = decode(model, [tables.request(0, 9, temperature=1e-38)], drafter=SelfDrafter(model, DRAFT))[0]
+    assert result.tokens == greedy(model, [0, 1], 9)
+    assert result.stats.overshoot == [0.0] * result.tiers.count("draft")
 
 
 def test_progress_adds_up_to_the_results():

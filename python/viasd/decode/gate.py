@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from viasd.errors import InvalidInput
-from viasd_kernels import acceptance_stats
+from viasd_kernels import Region, acceptance_stats
 
-REGIONS = ("A", "B", "C")
+REGIONS = {Region.ACCEPT: "A", Region.REGENERATE: "B", Region.ESCALATE: "C"}
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,21 @@ class Gate:
             one_hot: [n] bool, proposals that count as one-hot though ``draft_logits`` has a row for them.
 
         Returns:
-            [n] index into ``REGIONS``.
+            [n] values of ``viasd_kernels.Region``.
         """
         slim = slim_logits.float().log_softmax(-1)
         chosen = slim.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
         if self.criterion == "ratio":
             score = (chosen - slim.amax(-1)).exp()
-            return torch.where(score >= self.accept, 0, torch.where(score < self.escalate, 2, 1))
-        score = 1.0 - chosen.exp() if self.criterion == "tv" else -chosen
-        if draft_logits is not None:
-            stats = acceptance_stats(
-                draft_logits, slim_logits, tokens, temperature=torch.ones_like(chosen), check=False
-            )
-            drawn = stats.tv if self.criterion == "tv" else stats.kl_draft_target
-            score = drawn if one_hot is None else torch.where(one_hot, score, drawn)
-        region = torch.where(score <= self.accept, 0, torch.where(score <= self.escalate, 1, 2))
-        return torch.where(chosen == -torch.inf, 2, region)
+            accept, escalate = score >= self.accept, score < self.escalate
+        else:
+            score = 1.0 - chosen.exp() if self.criterion == "tv" else -chosen
+            if draft_logits is not None:
+                ones = torch.ones_like(chosen)
+                stats = acceptance_stats(draft_logits, slim_logits, tokens, temperature=ones, check=False)
+                drawn = stats.tv if self.criterion == "tv" else stats.kl_draft_target
+                score = drawn if one_hot is None else torch.where(one_hot, score, drawn)
+            accept, escalate = score <= self.accept, ~(score <= self.escalate)
+        kept = torch.where(accept, Region.ACCEPT, Region.REGENERATE)
+        # A token that the slim tier masks is region C, whatever the thresholds.
+        return torch.where(escalate | (chosen == -torch.inf), Region.ESCALATE, kept)

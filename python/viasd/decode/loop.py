@@ -19,7 +19,7 @@ from viasd.errors import InvalidInput
 from viasd.models.base import Model, prefill, row_starts
 from viasd.routing import Route
 from viasd.sampling import mask_rows
-from viasd_kernels import FATAL, accept_chain, uniforms
+from viasd_kernels import FATAL, Region, accept_chain, uniforms
 
 _request_ids = itertools.count()
 
@@ -241,8 +241,8 @@ class DecodeRun:
         proposal = None if draft.logits is None else draft.logits[rows]
         regions = self.speculation.gate.regions(tokens, slim.logits[rows], proposal, one_hot).tolist()
         for (b, _), region in zip(where, regions, strict=True):
-            sequences[b].result.stats.regions[REGIONS[region]] += 1
-        return {b for (b, _), region in zip(where, regions, strict=True) if REGIONS[region] == "C"}
+            sequences[b].result.stats.regions[REGIONS[Region(region)]] += 1
+        return {b for (b, _), region in zip(where, regions, strict=True) if region == Region.ESCALATE}
 
     def _commit(
         self,

@@ -28,7 +28,7 @@ class Stats:
     num_discarded: int = 0
     num_pending_checked: int = 0
     num_pending_accepted: int = 0
-    regions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REGIONS, 0))
+    regions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REGIONS.values(), 0))
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     overshoot: list[float] = field(default_factory=list)

@@ -55,20 +55,19 @@ def verify(
 
     Afterwards each sequence's slots hold the keys of its root and of the accepted rows.
     """
-    row_start = row_starts([len(tokens) for tokens in draft.row_tokens])
+    row_start = row_starts(len(tokens) for tokens in draft.row_tokens)
     new_slots = cache.pool.take(row_start[-1])
-    parents = [parent for own in draft.parents for parent in own] if draft.parents else None
     rows = Rows(
         tokens=[token for own in draft.row_tokens for token in own],
-        positions=_positions(sequences, draft),
+        positions=[len(s.tokens) - 1 + depth for b, s in enumerate(sequences) for depth in draft.depths(b)],
         row_start=row_start,
         slots=new_slots,
         context=[sequence.slots for sequence in sequences],
-        parents=parents,
+        parents=[parent for own in draft.parents for parent in own] if draft.parents else None,
     )
     output = model.forward(rows, cache, route=route, capture_layers=capture_layers)
     logits = mask_rows(output.logits, [sequence.sampling for sequence in sequences], row_start)
-    verification = judge(sequences, draft, logits, row_start, coins)
+    verification = judge(sequences, draft, rows, logits, coins)
     for b, sequence in enumerate(sequences):
         kept = [0, *verification.paths[b]]
         own = new_slots[row_start[b] : row_start[b + 1]]
@@ -80,23 +79,23 @@ def verify(
 
 
 def judge(
-    sequences: Sequence[SequenceState], draft: Draft, logits: torch.Tensor, row_start: list[int], coins: Coins
+    sequences: Sequence[SequenceState], draft: Draft, rows: Rows, logits: torch.Tensor, coins: Coins
 ) -> Verification:
     """The verdict on a draft from the masked logits [R, V] of its rows."""
-    device = logits.device
-    tokens = torch.tensor([token for own in draft.row_tokens for token in own], device=device)
+    device, row_start = logits.device, list(rows.row_start)
+    tokens = torch.tensor(rows.tokens, device=device)
     start = torch.tensor(row_start, device=device)
     temperature = torch.tensor([sequence.sampling.temperature for sequence in sequences], device=device)
     uniforms = coins_for(sequences, row_start, coins, device)
-    if draft.parents is None:
+    if rows.parents is None:
         chain = accept_chain(
             tokens, logits, uniforms, start, temperature=temperature, draft_logits=draft.logits, check=False
         )
         num_accepted, next_token, status = torch.stack(list(chain)).tolist()
         paths = [list(range(1, count + 1)) for count in num_accepted]
     else:
-        parents = torch.tensor([parent for own in draft.parents for parent in own], device=device, dtype=torch.int32)
-        widest = max(len(own) for own in draft.parents)
+        parents = torch.tensor(rows.parents, device=device, dtype=torch.int32)
+        widest = max(len(own) for own in draft.row_tokens)
         verdict = verify_tree(
             build_tree(parents, start, max_rows=widest, check=False),
             tokens,
@@ -136,16 +135,9 @@ def token_probs(
     if not rows:
         return []
     chosen = logits[torch.tensor(rows, device=logits.device)].float()
-    chosen = chosen / torch.tensor(temperature, device=logits.device).unsqueeze(1)
+    # The maximum goes first: a tiny temperature would otherwise overflow.
+    chosen = (chosen - chosen.amax(-1, keepdim=True)) / torch.tensor(temperature, device=logits.device).unsqueeze(1)
     ids = torch.tensor(tokens, device=logits.device)
     inside = ids < logits.shape[-1]
     probs = chosen.log_softmax(-1).gather(1, ids.where(inside, 0).unsqueeze(1)).squeeze(1).exp()
     return probs.where(inside, 0.0).tolist()
-
-
-def _positions(sequences: Sequence[SequenceState], draft: Draft) -> list[int]:
-    positions: list[int] = []
-    for b, sequence in enumerate(sequences):
-        root = len(sequence.tokens) - 1
-        positions.extend(root + depth for depth in draft.depths(b))
-    return positions
