@@ -1,6 +1,7 @@
 """Builds the native extension with ninja; everything else about the package is in pyproject.toml."""
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,15 @@ FLAGS = [
     "-Wextra",
 ]
 
+# A kernel compiled several times says by its file's name for which processors: csrc/cpu_level.h chooses at run time.
+FLAGS_BY_SUFFIX = {
+    "_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512.cpp": [
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+        "-mprefer-vector-width=512",
+    ],
+}
+
 
 class NinjaBuild(build_ext):
     """One ninja graph per extension: parallel, and incremental in an editable install."""
@@ -35,20 +45,47 @@ class NinjaBuild(build_ext):
         build_dir = root / "build" / f"{sys.implementation.cache_tag}-{ext.name}"  # pip's own build_temp does not last
         build_dir.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        cxx = os.environ.get("CXX", "c++")
+        macros = _predefined_macros(cxx)
+        flags = list(FLAGS)
+        if sys.platform == "linux" and "__clang__" not in macros:
+            # Compiled for OpenMP, not linked with it: the symbols are those of the one runtime that torch has loaded,
+            # with global visibility, so no second one can come in. Elsewhere the pragmas are ignored.
+            flags.append("-fopenmp")
         includes = [root / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
         link_flags = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
         with open(build_dir / "build.ninja", "w", encoding="utf-8") as file:
             graph = Writer(file, width=120)
-            graph.variable("cxx", os.environ.get("CXX", "c++"))
-            graph.variable("cxxflags", " ".join(FLAGS + [f'-I"{path}"' for path in includes]))
-            graph.rule("compile", "$cxx $cxxflags -MMD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc")
+            graph.variable("cxx", cxx)
+            graph.variable("cxxflags", " ".join(flags + [f'-I"{path}"' for path in includes]))
+            compile_command = "$cxx $cxxflags $fileflags -MMD -MF $out.d -c $in -o $out"
+            graph.rule("compile", compile_command, depfile="$out.d", deps="gcc")
             graph.rule("link", f"$cxx {' '.join(link_flags)} $in -o $out")
             objects = [str(Path(source).with_suffix(".o")) for source in ext.sources]
             for source, obj in zip(ext.sources, objects, strict=True):
-                graph.build(_escape(obj), "compile", _escape(str(root / source)))
+                file_flags = " ".join(_file_flags(source, macros))
+                graph.build(_escape(obj), "compile", _escape(str(root / source)), variables={"fileflags": file_flags})
             graph.build(_escape(str(target)), "link", [_escape(obj) for obj in objects])
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(build_dir)], check=True)
+
+
+def _predefined_macros(cxx: str) -> set[str]:
+    """What the compiler defines by itself, which tells its kind and the processor that it compiles for."""
+    command = [*shlex.split(cxx), "-dM", "-E", "-x", "c++", os.devnull]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {line.split()[1] for line in listing.splitlines()}
+
+
+def _file_flags(source: str, macros: set[str]) -> list[str]:
+    """The flags of one file beside those of all. On other processors the files named for x86-64 hold nothing."""
+    flags = []
+    if "__x86_64__" in macros:
+        for suffix, added in FLAGS_BY_SUFFIX.items():
+            flags += added if source.endswith(suffix) else []
+    if Path(source).match("csrc/layer_skip/*_kernels_*.cpp"):
+        flags.append("-ffp-contract=fast")  # matrix products: twice the speed, and no bits are promised there
+    return flags
 
 
 def _escape(path: str) -> str:
@@ -63,6 +100,6 @@ setup(
     packages=find_packages("python") + find_packages(include=["viasd_kernels", "viasd_kernels.*"]),
     package_dir={"": "python", "viasd_kernels": "viasd_kernels"},
     package_data={"viasd": ["py.typed"], "viasd_kernels": ["py.typed", "*/README.md"]},
-    ext_modules=[Extension("viasd_kernels._native", _find("*.cpp"), depends=_find("*.h"))],
+    ext_modules=[Extension("viasd_kernels._native", _find("*.cpp"), depends=_find("*.h") + _find("*.inc"))],
     cmdclass={"build_ext": NinjaBuild},
 )

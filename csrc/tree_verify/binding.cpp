@@ -1,0 +1,40 @@
+#include "binding.h"
+#include "tree_verify/tree_verify_cpu.h"
+
+namespace py = pybind11;
+
+namespace viasd {
+
+namespace {
+
+void build_tree(Address parents, Address row_start, int64_t num_sequences, int64_t num_rows, int64_t max_rows,
+                Address ancestors, Address depth, Address first_child, Address next_sibling) {
+    build_tree_cpu(at<const int64_t>(parents), at<const int64_t>(row_start), num_sequences, num_rows, max_rows,
+                   {at<int64_t>(ancestors), at<int32_t>(depth), at<int32_t>(first_child), at<int32_t>(next_sibling)});
+}
+
+void verify_tree(Address depth, Address first_child, Address next_sibling, Address row_tokens, Address full_argmax,
+                 Address uniforms, Address row_start, Address temperature, int64_t num_sequences, int64_t num_rows,
+                 const Matrix& full_logits, const Matrix& draft_logits, int32_t proposal, Address path,
+                 Address num_accepted, Address next_token, Address status) {
+    verify_tree_cpu({at<const int32_t>(depth), at<const int32_t>(first_child), at<const int32_t>(next_sibling),
+                     at<const int64_t>(row_tokens), at<const int64_t>(full_argmax), at<const double>(uniforms),
+                     at<const int64_t>(row_start), at<const double>(temperature), num_sequences, num_rows,
+                     logit_matrix(full_logits), logit_matrix(draft_logits), static_cast<Proposal>(proposal)},
+                    {at<int32_t>(path), at<int32_t>(num_accepted), at<int32_t>(next_token), at<int32_t>(status)});
+}
+
+}  // namespace
+
+void bind_tree_verify(py::module_& m) {
+    m.def("build_tree", &build_tree, NoGil(), py::kw_only(), py::arg("parents"), py::arg("row_start"),
+          py::arg("num_sequences"), py::arg("num_rows"), py::arg("max_rows"), py::arg("ancestors"), py::arg("depth"),
+          py::arg("first_child"), py::arg("next_sibling"));
+    m.def("verify_tree", &verify_tree, NoGil(), py::kw_only(), py::arg("depth"), py::arg("first_child"),
+          py::arg("next_sibling"), py::arg("row_tokens"), py::arg("full_argmax"), py::arg("uniforms"),
+          py::arg("row_start"), py::arg("temperature"), py::arg("num_sequences"), py::arg("num_rows"),
+          py::arg("full_logits"), py::arg("draft_logits"), py::arg("proposal"), py::arg("path"),
+          py::arg("num_accepted"), py::arg("next_token"), py::arg("status"));
+}
+
+}  // namespace viasd
