@@ -32,4 +32,5 @@ PYBIND11_MODULE(_native, m) {
     viasd::bind_sampling(m);
     viasd::bind_tree_verify(m);
     viasd::bind_acceptance(m);
+    viasd::bind_layer_skip(m);
 }

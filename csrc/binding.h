@@ -32,5 +32,6 @@ using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 void bind_sampling(pybind11::module_& m);
 void bind_tree_verify(pybind11::module_& m);
 void bind_acceptance(pybind11::module_& m);
+void bind_layer_skip(pybind11::module_& m);
 
 }  // namespace viasd

@@ -30,3 +30,17 @@ def matrix(logits: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
     if logits is None:
         return 0, 0, 0, 0
     return logits.data_ptr(), logits.stride(0), logits.shape[1], _DTYPE_CODES[logits.dtype]
+
+
+# What the kernels over panels read and write; other dtypes take the reference.
+ELEMENT_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def address(tensor: Optional[torch.Tensor]) -> int:
+    """Where a tensor's data lies; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def implementations(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
+    """Of an op over panels."""
+    return ("reference", "native") if device.type == "cpu" and dtype in ELEMENT_CODES else ("reference",)

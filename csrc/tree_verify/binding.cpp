@@ -1,4 +1,5 @@
 #include "binding.h"
+#include "tree_verify/tree_attention_cpu.h"
 #include "tree_verify/tree_verify_cpu.h"
 
 namespace py = pybind11;
@@ -24,6 +25,34 @@ void verify_tree(Address depth, Address first_child, Address next_sibling, Addre
                     {at<int32_t>(path), at<int32_t>(num_accepted), at<int32_t>(next_token), at<int32_t>(status)});
 }
 
+// (address, slot stride, head stride)
+using Pool = std::tuple<Address, int64_t, int64_t>;
+
+void tree_attention(int32_t element, int64_t num_kv_heads, int64_t group, int64_t head_dim, float scale,
+                    float soft_cap, int64_t num_sequences, int64_t num_rows, Address q, const Pool& keys,
+                    const Pool& values, int64_t num_slots, Address slots, int64_t max_len, Address context_len,
+                    Address row_start, Address ancestors, int64_t num_words, int64_t window, Address out,
+                    int num_threads) {
+    const auto [key_data, key_slot, key_head] = keys;
+    const auto [value_data, value_slot, value_head] = values;
+    tree_attention_cpu({{static_cast<Element>(element), num_kv_heads, group, head_dim, scale, soft_cap},
+                        num_sequences,
+                        num_rows,
+                        at<const float>(q),
+                        {at<char>(key_data), key_slot, key_head},
+                        {at<char>(value_data), value_slot, value_head},
+                        num_slots,
+                        at<const int32_t>(slots),
+                        max_len,
+                        at<const int64_t>(context_len),
+                        at<const int64_t>(row_start),
+                        at<const int64_t>(ancestors),
+                        num_words,
+                        window,
+                        at<float>(out),
+                        num_threads});
+}
+
 }  // namespace
 
 void bind_tree_verify(py::module_& m) {
@@ -35,6 +64,11 @@ void bind_tree_verify(py::module_& m) {
           py::arg("row_start"), py::arg("temperature"), py::arg("num_sequences"), py::arg("num_rows"),
           py::arg("full_logits"), py::arg("draft_logits"), py::arg("proposal"), py::arg("path"),
           py::arg("num_accepted"), py::arg("next_token"), py::arg("status"));
+    m.def("tree_attention", &tree_attention, NoGil(), py::kw_only(), py::arg("element"), py::arg("num_kv_heads"),
+          py::arg("group"), py::arg("head_dim"), py::arg("scale"), py::arg("soft_cap"), py::arg("num_sequences"),
+          py::arg("num_rows"), py::arg("q"), py::arg("keys"), py::arg("values"), py::arg("num_slots"),
+          py::arg("slots"), py::arg("max_len"), py::arg("context_len"), py::arg("row_start"), py::arg("ancestors"),
+          py::arg("num_words"), py::arg("window"), py::arg("out"), py::arg("num_threads"));
 }
 
 }  // namespace viasd

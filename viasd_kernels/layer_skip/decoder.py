@@ -1,20 +1,26 @@
 """The whole decode step: packed rows in, logits out, with layers bypassed on request."""
 
-from typing import Mapping, Optional, Sequence, Tuple
+from typing import Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
 
 from ..checks import INDEX_DTYPES, check_row_start, check_tensor, resolve_impl
+from ..native import implementations
 from ..tree_verify import build_tree
 from . import reference
 from .config import DecoderConfig
 from .kv_pool import KVPool, KVSlots
-from .rope import inverse_frequencies
-from .structs import DecoderOutput, Step
-from .weights import DecoderWeights
+from .structs import DecoderOutput, RowPlaces, Step
+from .weights import check_names, take_weight, weight_shapes
 
 OP = "SkipDecoder"
-AVAILABLE = ("reference",)
+
+
+class Decoder(Protocol):
+    """An implementation: weights in its own form, and one pass over them."""
+
+    def step(self, step: Step) -> DecoderOutput:
+        """Run one pass whose arguments have been checked."""
 
 
 class SkipDecoder:
@@ -26,7 +32,8 @@ class SkipDecoder:
         x <- x + post(mlp_out(activation(gate_up(n(x)))))        where the row keeps the layer's MLP
 
     and logits = cap(head(n(x))). It holds weights and no state of any run: threads may share it, each with its own
-    pool. Weights are used as they are, without a copy.
+    pool. The reference uses the weights as they are, without a copy; native packs them into memory of its own and
+    reads each name of the mapping once, so that a mapping may make them as they are asked for.
 
     Args:
         weights: tensors by name, as ``weight_shapes(config)`` lists them; one dtype (float32, float16, bfloat16 or
@@ -35,8 +42,9 @@ class SkipDecoder:
         impl: "auto", "reference", "triton" or "native"; only "auto" falls back.
 
     Attributes:
-        config, weights: as given; weights by field.
+        config: as given.
         implementation: the one that runs.
+        device, dtype: of the weights.
 
     Raises:
         TypeError, ValueError: a weight missing, unknown, or of the wrong shape, dtype or device.
@@ -44,20 +52,21 @@ class SkipDecoder:
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig, *, impl: str = "auto") -> None:
-        self.config = config
-        self.weights = DecoderWeights.from_dict(weights, config)
-        self.implementation = resolve_impl(OP, impl, self.device, AVAILABLE)
-        self._frequencies = {
-            layer.rope: inverse_frequencies(layer.rope, config.head_dim).to(self.device) for layer in config.layers
-        }
+        check_names(weights, config)
+        embedding = take_weight(weights, "embedding", weight_shapes(config))
+        self.config, self.device, self.dtype = config, embedding.device, embedding.dtype
+        self.implementation = resolve_impl(OP, impl, self.device, self.available(self.device, self.dtype))
+        if self.implementation == "native":
+            from .native import NativeDecoder
 
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embedding.device
+            self._decoder: Decoder = NativeDecoder(weights, config)
+        else:
+            self._decoder = reference.ReferenceDecoder(weights, config)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embedding.dtype
+    @staticmethod
+    def available(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
+        """The implementations that there are for weights on this device, of this dtype."""
+        return implementations(device, dtype)
 
     def new_pool(self, num_slots: int) -> KVPool:
         """An empty pool of the right shape, dtype and device."""
@@ -123,30 +132,10 @@ class SkipDecoder:
             _check_slots(kv, row_start)
             if logits_rows is not None:
                 _check_range("logits_rows", logits_rows, 0, tokens.shape[0])
-        lengths = row_start.diff()
-        sequence = torch.repeat_interleave(lengths)
-        local = torch.arange(tokens.shape[0], device=tokens.device) - row_start[sequence]
-        links = local - 1 if parents is None else parents
-        longest = max(int(lengths.max()), 1) if lengths.numel() else 1
-        tree = build_tree(links, row_start, max_rows=longest, impl="reference", check=check)
-        row_slots = kv.slots[sequence, kv.context_len[sequence] + local].long()
-        if check:
-            _check_row_slots(kv, row_slots)
-            if row_route is not None:
-                _check_parents_keep(row_route[:, :, 0], row_start[sequence] + links, local > 0)
-        step = Step(
-            tokens=tokens,
-            positions=positions,
-            row_start=row_start,
-            ancestors=tree.ancestors,
-            row_slots=row_slots,
-            kv=kv,
-            kept=kept,
-            row_route=row_route,
-            logits_rows=None if logits_rows is None else logits_rows.long(),
-            capture_layers=captured,
+            _check_places(RowPlaces.of(row_start, kv, parents), row_start, kv, row_route)
+        return self._decoder.step(
+            Step(tokens, positions, row_start, parents, kv, kept, row_route, logits_rows, captured)
         )
-        return reference.decoder_step(self.weights, self.config, self._frequencies, step)
 
     def _kept(
         self, route: Optional[Sequence[Tuple[bool, bool]]], row_route: Optional[torch.Tensor]
@@ -218,13 +207,19 @@ def _check_slots(kv: KVSlots, row_start: torch.Tensor) -> None:
     _check_range("kv.slots", kv.slots[used], 0, kv.pool.num_slots)
 
 
-def _check_row_slots(kv: KVSlots, row_slots: torch.Tensor) -> None:
-    if row_slots.unique().numel() < row_slots.numel():
-        raise ValueError(f"{OP}: kv.slots must give every row a slot of its own, got {row_slots.tolist()}")
+def _check_places(
+    places: RowPlaces, row_start: torch.Tensor, kv: KVSlots, row_route: Optional[torch.Tensor]
+) -> None:
+    longest = max(int(row_start.diff().max()), 1) if row_start.shape[0] > 1 else 1
+    build_tree(places.parents, row_start, max_rows=longest)  # raises for links that make no tree
+    if places.slots.unique().numel() < places.slots.numel():
+        raise ValueError(f"{OP}: kv.slots must give every row a slot of its own, got {places.slots.tolist()}")
     in_context = torch.arange(kv.slots.shape[1], device=kv.slots.device) < kv.context_len.unsqueeze(1)
-    taken = row_slots[torch.isin(row_slots, kv.slots[in_context].long())]
+    taken = places.slots[torch.isin(places.slots, kv.slots[in_context].long())]
     if taken.numel():
         raise ValueError(f"{OP}: kv.slots must not put a row into a slot of some context, got {int(taken[0])}")
+    if row_route is not None:
+        _check_parents_keep(row_route[:, :, 0], row_start[places.sequence] + places.parents, places.local > 0)
 
 
 def _check_parents_keep(keep_attention: torch.Tensor, parent_rows: torch.Tensor, has_parent: torch.Tensor) -> None:

@@ -8,11 +8,6 @@ from ..library import register_op
 from . import reference
 
 
-def _require_reference(op: str, impl: str) -> None:
-    if impl != "reference":
-        raise NotImplementedError(f"{op}: no {impl!r} implementation")
-
-
 @torch.no_grad()
 def _bypass_norm(
     hidden: torch.Tensor,
@@ -24,10 +19,15 @@ def _bypass_norm(
     delta_weight: Optional[torch.Tensor],
     impl: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    _require_reference("bypass_norm", impl)
-    return reference.bypass_norm(
-        hidden, delta, keep, weight, eps=eps, weight_offset=weight_offset, delta_weight=delta_weight
-    )
+    if impl == "reference":
+        return reference.bypass_norm(
+            hidden, delta, keep, weight, eps=eps, weight_offset=weight_offset, delta_weight=delta_weight
+        )
+    if impl == "native":
+        from . import native
+
+        return native.bypass_norm(hidden, delta, keep, weight, eps, weight_offset, delta_weight)
+    raise NotImplementedError(f"bypass_norm: no {impl!r} implementation")
 
 
 def _bypass_norm_fake(
@@ -61,8 +61,13 @@ def _bypass_linear(
     activation: Optional[str],
     impl: str,
 ) -> torch.Tensor:
-    _require_reference("bypass_linear", impl)
-    return reference.bypass_linear(x, weight, keep, bias=bias, residual=residual, activation=activation)
+    if impl == "reference":
+        return reference.bypass_linear(x, weight, keep, bias=bias, residual=residual, activation=activation)
+    if impl == "native":
+        from . import native
+
+        return native.bypass_linear(x, weight, keep, bias, residual, activation)
+    raise NotImplementedError(f"bypass_linear: no {impl!r} implementation")
 
 
 def _bypass_linear_fake(

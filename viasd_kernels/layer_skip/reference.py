@@ -5,10 +5,10 @@ from typing import Mapping, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-from ..tree_verify.reference import tree_attention
-from .config import DecoderConfig, LayerConfig, RopeConfig
-from .rope import rotate, rotation
-from .structs import DecoderOutput, Step
+from ..tree_verify.reference import build_tree, tree_attention
+from .config import DecoderConfig
+from .rope import inverse_frequencies, rotate, rotation
+from .structs import DecoderOutput, RowPlaces, Step
 from .weights import DecoderWeights, LayerWeights
 
 
@@ -79,36 +79,83 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor])
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
-def decoder_step(
-    weights: DecoderWeights, config: DecoderConfig, frequencies: Mapping[RopeConfig, torch.Tensor], step: Step
-) -> DecoderOutput:
-    """Embed the rows, run the sub-layers that they keep, and score the rows asked for."""
-    eps, offset = config.norm_eps, config.norm_weight_offset
-    hidden = _embed(weights.embedding, step.tokens, config.embedding_scale)
-    rotations = {rope: rotation(turns, step.positions) for rope, turns in frequencies.items()}
-    captured = {}
-    for i, (kind, layer) in enumerate(zip(config.layers, weights.layers)):
-        if i in step.capture_layers:
-            captured[i] = hidden
-        if step.kept[i][0]:
-            keep = step.keep_rows(i, 0)
-            normed = rms_norm(hidden, layer.attention_norm, eps, offset)
-            delta = _attention(normed, keep, layer, config, kind, rotations[kind.rope], step, i)
-            hidden = bypass_add(hidden, delta, keep, layer.attention_post_norm, eps, offset)
-        if step.kept[i][1]:
-            keep = step.keep_rows(i, 1)
-            normed = rms_norm(hidden, layer.mlp_norm, eps, offset)
-            inner = bypass_linear(normed, layer.gate_up, keep, bias=layer.gate_up_bias, activation=config.activation)
-            delta = bypass_linear(inner, layer.mlp_out, keep, bias=layer.mlp_out_bias)
-            hidden = bypass_add(hidden, delta, keep, layer.mlp_post_norm, eps, offset)
-    if config.num_layers in step.capture_layers:
-        captured[config.num_layers] = hidden
-    hidden = rms_norm(hidden, weights.final_norm, eps, offset)
-    scored = hidden if step.logits_rows is None else hidden[step.logits_rows]
-    logits = _linear(scored, weights.head, None)
-    if config.logit_soft_cap is not None:
-        logits = config.logit_soft_cap * torch.tanh(logits / config.logit_soft_cap)
-    return DecoderOutput(hidden, logits.to(hidden.dtype), captured)
+class ReferenceDecoder:
+    """A decoder in plain PyTorch, in the weights' own dtype and on their device; uses the weights without a copy."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:
+        self.config = config
+        self.weights = DecoderWeights.from_dict(weights, config)
+        device = self.weights.embedding.device
+        self.frequencies = {
+            layer.rope: inverse_frequencies(layer.rope, config.head_dim).to(device) for layer in config.layers
+        }
+
+    def step(self, step: Step) -> DecoderOutput:
+        """Embed the rows, run the sub-layers that they keep, and score the rows asked for."""
+        weights, config = self.weights, self.config
+        eps, offset = config.norm_eps, config.norm_weight_offset
+        places = RowPlaces.of(step.row_start, step.kv, step.parents)
+        longest = int(step.row_start.diff().max()) if places.slots.numel() else 1
+        ancestors = build_tree(places.parents, step.row_start, max_rows=longest).ancestors
+        hidden = _embed(weights.embedding, step.tokens, config.embedding_scale)
+        rotations = {rope: rotation(turns, step.positions) for rope, turns in self.frequencies.items()}
+        captured = {}
+        for i, (kind, layer) in enumerate(zip(config.layers, weights.layers)):
+            if i in step.capture_layers:
+                captured[i] = hidden
+            if step.kept[i][0]:
+                keep = step.keep_rows(i, 0)
+                normed = rms_norm(hidden, layer.attention_norm, eps, offset)
+                q, k, v = self._project(normed, keep, layer, rotations[kind.rope])
+                keys, values, written = step.kv.pool.keys[i], step.kv.pool.values[i], places.slots[keep]
+                keys[written], values[written] = k[keep], v[keep]
+                attended = tree_attention(
+                    q,
+                    keys,
+                    values,
+                    step.kv.slots,
+                    step.kv.context_len,
+                    step.row_start,
+                    ancestors,
+                    scale=config.score_scale,
+                    soft_cap=config.attention_soft_cap,
+                    window=kind.window,
+                )
+                delta = bypass_linear(attended.flatten(1), layer.attention_out, keep, bias=layer.attention_out_bias)
+                hidden = bypass_add(hidden, delta, keep, layer.attention_post_norm, eps, offset)
+            if step.kept[i][1]:
+                keep = step.keep_rows(i, 1)
+                normed = rms_norm(hidden, layer.mlp_norm, eps, offset)
+                inner = bypass_linear(
+                    normed, layer.gate_up, keep, bias=layer.gate_up_bias, activation=config.activation
+                )
+                delta = bypass_linear(inner, layer.mlp_out, keep, bias=layer.mlp_out_bias)
+                hidden = bypass_add(hidden, delta, keep, layer.mlp_post_norm, eps, offset)
+        if config.num_layers in step.capture_layers:
+            captured[config.num_layers] = hidden
+        hidden = rms_norm(hidden, weights.final_norm, eps, offset)
+        scored = hidden if step.logits_rows is None else hidden[step.logits_rows.long()]
+        logits = _linear(scored, weights.head, None)
+        if config.logit_soft_cap is not None:
+            logits = config.logit_soft_cap * torch.tanh(logits / config.logit_soft_cap)
+        return DecoderOutput(hidden, logits.to(hidden.dtype), captured)
+
+    def _project(
+        self,
+        normed: torch.Tensor,
+        keep: torch.Tensor,
+        layer: LayerWeights,
+        angles: Tuple[torch.Tensor, torch.Tensor],
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [R, H, Dh], keys and values [R, H_kv, Dh], the first two rotated."""
+        config = self.config
+        packed = bypass_linear(normed, layer.qkv, keep, bias=layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q, k, v = packed.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.norm_eps, config.norm_weight_offset)
+            k = rms_norm(k, layer.k_norm, config.norm_eps, config.norm_weight_offset)
+        q, k = (rotate(x.to(accumulation_dtype(x.dtype)), *angles).to(x.dtype) for x in (q, k))
+        return q, k, v
 
 
 def _embed(embedding: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch.Tensor:
@@ -116,38 +163,3 @@ def _embed(embedding: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch
     known = (tokens >= 0) & (tokens < embedding.shape[0])
     rows = embedding[tokens.long() * known] * torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
     return torch.where(known.unsqueeze(1), rows, rows.new_zeros(()))
-
-
-def _attention(
-    normed: torch.Tensor,
-    keep: torch.Tensor,
-    layer: LayerWeights,
-    config: DecoderConfig,
-    kind: LayerConfig,
-    angles: Tuple[torch.Tensor, torch.Tensor],
-    step: Step,
-    index: int,
-) -> torch.Tensor:
-    """[R, D]; writes the keys and values of the rows that keep this layer's attention to their slots."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    packed = bypass_linear(normed, layer.qkv, keep, bias=layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q, layer.q_norm, config.norm_eps, config.norm_weight_offset)
-        k = rms_norm(k, layer.k_norm, config.norm_eps, config.norm_weight_offset)
-    q, k = (rotate(x.to(accumulation_dtype(x.dtype)), *angles).to(x.dtype) for x in (q, k))
-    keys, values, written = step.kv.pool.keys[index], step.kv.pool.values[index], step.row_slots[keep]
-    keys[written], values[written] = k[keep], v[keep]
-    attended = tree_attention(
-        q,
-        keys,
-        values,
-        step.kv.slots,
-        step.kv.context_len,
-        step.row_start,
-        step.ancestors,
-        scale=config.score_scale,
-        soft_cap=config.attention_soft_cap,
-        window=kind.window,
-    )
-    return bypass_linear(attended.flatten(1), layer.attention_out, keep, bias=layer.attention_out_bias)

@@ -25,12 +25,11 @@ class Step:
     tokens: torch.Tensor  # [R]
     positions: torch.Tensor  # [R]
     row_start: torch.Tensor  # [B+1]
-    ancestors: torch.Tensor  # [R, W] int64 bit words, of build_tree
-    row_slots: torch.Tensor  # [R] int64
+    parents: Optional[torch.Tensor]  # [R]; None: chains
     kv: KVSlots
     kept: Tuple[Tuple[bool, bool], ...]  # [L][2]: whether any row keeps the layer's attention, its MLP
     row_route: Optional[torch.Tensor]  # [R, L, 2] bool; None: every row keeps what ``kept`` says
-    logits_rows: Optional[torch.Tensor]  # [rows asked for] int64; None: all
+    logits_rows: Optional[torch.Tensor]  # [rows asked for]; None: all
     capture_layers: Tuple[int, ...]
 
     def keep_rows(self, layer: int, sub_layer: int) -> torch.Tensor:
@@ -38,3 +37,19 @@ class Step:
         if self.row_route is None:
             return torch.full(self.tokens.shape, self.kept[layer][sub_layer], device=self.tokens.device)
         return self.row_route[:, layer, sub_layer]
+
+
+class RowPlaces(NamedTuple):
+    """Where each row of a pass stands; all [R]."""
+
+    sequence: torch.Tensor  # the row's sequence
+    local: torch.Tensor  # its number there
+    parents: torch.Tensor  # its parent's number there, -1 for a root
+    slots: torch.Tensor  # int64, its slot in the pool
+
+    @classmethod
+    def of(cls, row_start: torch.Tensor, kv: KVSlots, parents: Optional[torch.Tensor]) -> "RowPlaces":
+        sequence = torch.repeat_interleave(row_start.diff())
+        local = torch.arange(sequence.shape[0], device=row_start.device) - row_start[sequence]
+        slots = kv.slots[sequence, kv.context_len[sequence] + local].long()
+        return cls(sequence, local, local - 1 if parents is None else parents, slots)

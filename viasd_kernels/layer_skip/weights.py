@@ -1,7 +1,7 @@
 """The names and shapes of a decoder's weights, and a form of them that code can read."""
 
 from dataclasses import dataclass, fields
-from typing import Dict, Mapping, Optional, Tuple
+from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -45,20 +45,38 @@ class DecoderWeights:
         Raises:
             ValueError: a name missing or unknown, a wrong shape or device. TypeError: not one floating dtype.
         """
-        shapes = weight_shapes(config)
-        missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-        if missing or unknown:
-            raise ValueError(f"SkipDecoder: weights must have the names of weight_shapes; {missing=}, {unknown=}")
-        embedding = weights["embedding"]
-        check_tensor("SkipDecoder", "embedding", embedding, shapes["embedding"], LOGIT_DTYPES, embedding.device)
-        for name, shape in shapes.items():
-            check_tensor("SkipDecoder", name, weights[name], shape, [embedding.dtype], embedding.device)
+        shapes = check_names(weights, config)
+        embedding = take_weight(weights, "embedding", shapes)
+        taken = {name: take_weight(weights, name, shapes, embedding) for name in shapes}
         names = [field.name for field in fields(LayerWeights)]
         layers = tuple(
-            LayerWeights(**{name: weights.get(f"layers.{i}.{name}") for name in names})  # type: ignore[arg-type]
+            LayerWeights(**{name: taken.get(f"layers.{i}.{name}") for name in names})  # type: ignore[arg-type]
             for i in range(config.num_layers)
         )
-        return cls(embedding, weights["final_norm"], embedding if config.tied_head else weights["head"], layers)
+        return cls(embedding, taken["final_norm"], embedding if config.tied_head else taken["head"], layers)
+
+
+def check_names(weights: Mapping[str, torch.Tensor], config: DecoderConfig) -> Dict[str, Tuple[int, ...]]:
+    """``weight_shapes(config)``, once the dict is known to hold these names and no others."""
+    shapes = weight_shapes(config)
+    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unknown:
+        raise ValueError(f"SkipDecoder: weights must have the names of weight_shapes; {missing=}, {unknown=}")
+    return shapes
+
+
+def take_weight(
+    weights: Mapping[str, torch.Tensor],
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
+    like: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Read one weight, once, and check it; ``like`` has the dtype and device that it must have."""
+    weight = weights[name]
+    dtypes = LOGIT_DTYPES if like is None else [like.dtype]
+    device = weight.device if like is None and isinstance(weight, torch.Tensor) else getattr(like, "device", None)
+    check_tensor("SkipDecoder", name, weight, shapes[name], dtypes, device)
+    return weight
 
 
 def weight_shapes(config: DecoderConfig) -> Dict[str, Tuple[int, ...]]:

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..checks import INDEX_DTYPES, LOGIT_DTYPES, check_row_start, check_tensor, resolve_impl
+from ..native import implementations
 from ..status import FATAL, Status, raise_for_status
 from .op import build_tree_op, compact_kv_op, tree_attention_op, verify_tree_op
 from .structs import PROPOSALS, Tree, TreeVerdict
@@ -112,7 +113,7 @@ def tree_attention(
         scale: factor of the scores, usually Dh ** -0.5.
         soft_cap: scores are squashed to (-soft_cap, soft_cap); None leaves them.
         window: a row at position p sees positions above p - window; row r is at context_len + depth(r). None: all.
-        impl: "auto" or "reference".
+        impl: "auto", "reference" or "native" (CPU, float32 and bfloat16).
         check: whether to raise for wrong ``row_start``, ``context_len`` and slots (synchronises).
 
     Returns:
@@ -140,7 +141,7 @@ def tree_attention(
         raise ValueError(f"{op}: soft_cap must be above 0 or None, got {soft_cap}")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be >= 1 or None, got {window}")
-    chosen = resolve_impl(op, impl, device, ("reference",))
+    chosen = resolve_impl(op, impl, device, implementations(device, q.dtype))
     if check:
         check_row_start(op, row_start, num_rows)
         _check_slots(op, slots, context_len, row_start, ancestors, k_pool.shape[0])

@@ -4,7 +4,7 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..native import load_native, matrix, ready
+from ..native import ELEMENT_CODES, load_native, matrix, ready
 from .structs import PROPOSALS
 
 Outputs = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,3 +69,46 @@ def verify_tree(
         status=status.data_ptr(),
     )
     return path, num_accepted, next_token, status
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    context_len: torch.Tensor,
+    row_start: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    soft_cap: Optional[float],
+    window: Optional[int],
+) -> torch.Tensor:
+    num_rows, num_heads, head_dim = q.shape
+    wide, ancestors = ready(q, torch.float32), ready(ancestors, torch.int64)
+    context_len, row_start = ready(context_len, torch.int64), ready(row_start, torch.int64)
+    slots = ready(slots, torch.int32)
+    out = torch.empty(num_rows, num_heads, head_dim)
+    load_native().tree_attention(
+        element=ELEMENT_CODES[q.dtype],
+        num_kv_heads=k_pool.shape[1],
+        group=num_heads // k_pool.shape[1],
+        head_dim=head_dim,
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+        num_sequences=slots.shape[0],
+        num_rows=num_rows,
+        q=wide.data_ptr(),
+        keys=(k_pool.data_ptr(), k_pool.stride(0), k_pool.stride(1)),
+        values=(v_pool.data_ptr(), v_pool.stride(0), v_pool.stride(1)),
+        num_slots=k_pool.shape[0],
+        slots=slots.data_ptr(),
+        max_len=slots.shape[1],
+        context_len=context_len.data_ptr(),
+        row_start=row_start.data_ptr(),
+        ancestors=ancestors.data_ptr(),
+        num_words=ancestors.shape[1],
+        window=window or 0,
+        out=out.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    return out.to(q.dtype)

@@ -52,6 +52,12 @@ def _tree_attention(
     window: Optional[int],
     impl: str,
 ) -> torch.Tensor:
+    if impl == "native":
+        from . import native
+
+        return native.tree_attention(
+            q, k_pool, v_pool, slots, context_len, row_start, ancestors, scale, soft_cap, window
+        )
     _require_reference("tree_attention", impl)
     return reference.tree_attention(
         q, k_pool, v_pool, slots, context_len, row_start, ancestors, scale=scale, soft_cap=soft_cap, window=window
