@@ -1,6 +1,6 @@
 """Argument checks and the choice of an implementation, shared by every op."""
 
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 import torch
 
@@ -24,6 +24,11 @@ def resolve_impl(op: str, impl: str, device: torch.device, available: Sequence[s
             f"{op}: no {impl!r} implementation for {device.type} tensors; available: {', '.join(available)}"
         )
     return impl
+
+
+def implementations(device: torch.device) -> Tuple[str, ...]:
+    """The implementations of an op that has a native one for the CPU, and that only."""
+    return ("reference", "native") if device.type == "cpu" else ("reference",)
 
 
 def check_tensor(
