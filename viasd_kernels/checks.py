@@ -1,11 +1,12 @@
 """Argument checks and the choice of an implementation, shared by every op."""
 
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 import torch
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
+PANEL_DTYPES = (torch.float32, torch.bfloat16)  # what native products and attention are written for
 
 
 def resolve_impl(op: str, impl: str, device: torch.device, available: Sequence[str]) -> str:
@@ -24,6 +25,11 @@ def resolve_impl(op: str, impl: str, device: torch.device, available: Sequence[s
             f"{op}: no {impl!r} implementation for {device.type} tensors; available: {', '.join(available)}"
         )
     return impl
+
+
+def implementations(device: torch.device, native_dtype: bool = True) -> Tuple[str, ...]:
+    """Of an op with a native one for the CPU, for ``native_dtype`` only: its implementations on a device."""
+    return ("reference", "native") if device.type == "cpu" and native_dtype else ("reference",)
 
 
 def check_tensor(

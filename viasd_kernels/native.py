@@ -6,6 +6,8 @@ from typing import Optional, Tuple
 
 import torch
 
+from .checks import PANEL_DTYPES
+
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
@@ -32,15 +34,10 @@ def matrix(logits: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
     return logits.data_ptr(), logits.stride(0), logits.shape[1], _DTYPE_CODES[logits.dtype]
 
 
-# What the kernels over panels read and write; other dtypes take the reference.
-ELEMENT_CODES = {torch.float32: 0, torch.bfloat16: 1}
+# csrc's Element, what kernels over panels read and write.
+ELEMENT_CODES = {dtype: code for code, dtype in enumerate(PANEL_DTYPES)}
 
 
 def address(tensor: Optional[torch.Tensor]) -> int:
     """Where a tensor's data lies; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def implementations(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
-    """Of an op over panels."""
-    return ("reference", "native") if device.type == "cpu" and dtype in ELEMENT_CODES else ("reference",)

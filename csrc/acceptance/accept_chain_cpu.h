@@ -1,4 +1,4 @@
-// Entry point of accept_chain on the CPU: all sequences of a call, one after the other.
+// Entry point of accept_chain on the CPU: all sequences of a call.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,6 @@ struct AcceptChainOutputs {
     int32_t* status;
 };
 
-void accept_chain_cpu(const AcceptChainInputs& in, const AcceptChainOutputs& out);
+void accept_chain_cpu(const AcceptChainInputs& in, const AcceptChainOutputs& out, int num_threads);
 
 }  // namespace viasd

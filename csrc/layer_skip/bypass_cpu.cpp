@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "layer_skip/packed_rows.h"
-#include "parallel.h"
+#include "threads.h"
 
 namespace viasd {
 

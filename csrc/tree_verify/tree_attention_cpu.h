@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "layer_skip/panel_kernels.h"
-#include "parallel.h"
+#include "threads.h"
 
 namespace viasd {
 

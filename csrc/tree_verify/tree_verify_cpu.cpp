@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "sampling/node_laws.h"
 
@@ -38,24 +39,30 @@ SequenceVerdict verify_sequence(const VerifyTreeInputs& in, const TreeRows& rows
 }
 
 template <class Real>
-void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out) {
-    NodeLaws<Real> laws(in.full_logits, in.draft_logits);
-    const int64_t vocab = in.full_logits.data ? in.full_logits.width : std::numeric_limits<int64_t>::max();
+void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, int num_threads) {
+    const int64_t width = in.full_logits.width;
+    const int64_t vocab = in.full_logits.data ? width : std::numeric_limits<int64_t>::max();
+    const ThreadSplit team = share_threads(num_threads, in.num_sequences, in.num_rows, width);
+    const bool samples = has_sampled(in.temperature, in.num_sequences);
+    std::vector<NodeLaws<Real>> laws;
+    for (int worker = 0; worker < team.over_items; ++worker) {
+        laws.emplace_back(in.full_logits, in.draft_logits, samples, team.within_row);
+    }
     std::fill_n(out.path, in.num_rows, NO_ROW);
-    for (int64_t b = 0; b < in.num_sequences; ++b) {
+    parallel_for(in.num_sequences, team.over_items, [&](int64_t b, int worker) {
         const int64_t first = in.row_start[b], num_rows = in.row_start[b + 1] - first;
         SequenceVerdict verdict;
         if (num_rows > 0) {
             const TreeRows rows = {in.depth + first,      in.first_child + first, in.next_sibling + first,
                                    in.row_tokens + first, num_rows,               vocab};
             const Real temperature = static_cast<Real>(in.temperature[b]);
-            verdict = verify_sequence(in, rows, first, temperature, laws, out.path + first);
+            verdict = verify_sequence(in, rows, first, temperature, laws[worker], out.path + first);
             verdict.status |= inspect_tree(rows);
         }
         out.num_accepted[b] = verdict.num_accepted;
         out.next_token[b] = verdict.next_token;
         out.status[b] = verdict.status;
-    }
+    });
 }
 
 }  // namespace
@@ -72,12 +79,12 @@ void build_tree_cpu(const int64_t* parents, const int64_t* row_start, int64_t nu
     }
 }
 
-void verify_tree_cpu(const VerifyTreeInputs& in, const VerifyTreeOutputs& out) {
+void verify_tree_cpu(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, int num_threads) {
     require_row_start(in.row_start, in.num_sequences, in.num_rows);
     if (in.full_logits.data && (is_double(in.full_logits) || is_double(in.draft_logits))) {
-        verify_sequences<double>(in, out);
+        verify_sequences<double>(in, out, num_threads);
     } else {
-        verify_sequences<float>(in, out);
+        verify_sequences<float>(in, out, num_threads);
     }
 }
 

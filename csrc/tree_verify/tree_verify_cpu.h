@@ -1,4 +1,4 @@
-// Entry points of tree_verify on the CPU: all sequences of a call, one after the other.
+// Entry points of tree building and verification on the CPU: all sequences of a call.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,6 @@ struct VerifyTreeOutputs {
     int32_t* status;
 };
 
-void verify_tree_cpu(const VerifyTreeInputs& in, const VerifyTreeOutputs& out);
+void verify_tree_cpu(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, int num_threads);
 
 }  // namespace viasd

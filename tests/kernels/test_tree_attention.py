@@ -116,7 +116,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="divides 5, got 2"):
         Case(5, 2, torch.float32).run()
     with pytest.raises(NotImplementedError, match="no 'native' implementation for cpu"):
-        Case(4, 2, torch.float32).run(impl="native")
+        Case(4, 2, torch.float16).run(impl="native")
 
 
 @pytest.mark.parametrize("options", [(None, None), (0.7, 4)], ids=["plain", "soft cap and window"])

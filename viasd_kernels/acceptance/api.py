@@ -5,12 +5,11 @@ from typing import Optional
 
 import torch
 
-from ..checks import INDEX_DTYPES, LOGIT_DTYPES, check_row_start, check_tensor, resolve_impl
+from ..checks import INDEX_DTYPES, LOGIT_DTYPES, check_row_start, check_tensor, implementations, resolve_impl
 from ..status import FATAL, raise_for_status
 from . import op
 from .structs import ChainVerdict, Gate, GateVerdict, Stats
 
-AVAILABLE = ("reference",)
 REAL_DTYPES = (torch.float32, torch.float64)
 
 
@@ -69,7 +68,7 @@ def acceptance_stats(
         raise ValueError(f"{name}: alpha must be in [0, 1), got {alpha}")
     if not (beta > 0 and isfinite(beta)):
         raise ValueError(f"{name}: beta must be finite and > 0, got {beta}")
-    impl = resolve_impl(name, impl, device, AVAILABLE)
+    impl = resolve_impl(name, impl, device, implementations(device))
     if check:
         _check_temperature(name, temperature)
         outside = ((tokens < -1) | (tokens >= vocabulary)).nonzero()
@@ -135,7 +134,7 @@ def accept_chain(
     name = "accept_chain"
     device = _check_logits(name, "target_logits", target_logits, draft_logits)
     _check_rows(name, row_tokens, uniforms, row_start, temperature, target_logits.shape[0], device)
-    impl = resolve_impl(name, impl, device, (*AVAILABLE, "native") if device.type == "cpu" else AVAILABLE)
+    impl = resolve_impl(name, impl, device, implementations(device))
     if check:
         check_row_start(name, row_start, target_logits.shape[0])
         _check_temperature(name, temperature)
@@ -210,7 +209,7 @@ def gate_tiers(
         check_tensor(name, threshold, values, temperature.shape, REAL_DTYPES, device)
     if gate.criterion != "ratio" and draft_logits is None:
         raise ValueError(f"{name}: draft_logits must be given for the criterion {gate.criterion!r}, got None")
-    impl = resolve_impl(name, impl, device, AVAILABLE)
+    impl = resolve_impl(name, impl, device, implementations(device))
     if check:
         check_row_start(name, row_start, slim_logits.shape[0])
         _check_temperature(name, temperature)

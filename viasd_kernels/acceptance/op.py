@@ -46,6 +46,10 @@ def _acceptance_stats(
                 undershoot=undershoot,
             )
         )
+    if impl == "native":
+        from . import native
+
+        return native.acceptance_stats(draft_logits, target_logits, tokens, temperature, alpha, beta, undershoot)
     raise NotImplementedError(f"acceptance_stats: no {impl!r} implementation")
 
 
@@ -59,7 +63,7 @@ def _acceptance_stats_fake(
     undershoot: bool,
     impl: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    return _empty_stats(target_logits, draft_logits)
+    return empty_stats(target_logits, draft_logits)
 
 
 def _accept_chain(
@@ -121,6 +125,12 @@ def _gate_tiers(
             draft_logits=draft_logits,
         )
         return (*verdict, *pack_stats(stats))
+    if impl == "native":
+        from . import native
+
+        return native.gate_tiers(
+            row_tokens, slim_logits, uniforms, row_start, criterion, accept, escalate, temperature, draft_logits
+        )
     raise NotImplementedError(f"gate_tiers: no {impl!r} implementation")
 
 
@@ -142,7 +152,7 @@ def _gate_tiers_fake(
         _per_sequence(row_start, torch.int32),
         _per_sequence(row_start, torch.bool),
         _per_sequence(row_start, torch.int32),
-        *_empty_stats(slim_logits, draft_logits),
+        *empty_stats(slim_logits, draft_logits),
     )
 
 
@@ -150,9 +160,10 @@ def _per_sequence(row_start: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return row_start.new_empty(row_start.shape[0] - 1, dtype=dtype)
 
 
-def _empty_stats(
+def empty_stats(
     target_logits: torch.Tensor, draft_logits: Optional[torch.Tensor]
 ) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Packed statistics of target_logits' rows, not filled in."""
     num_rows, dtype = target_logits.shape[0], reference.accumulation_dtype(draft_logits, target_logits)
     packed = target_logits.new_empty((len(STATS_ROWS), num_rows), dtype=dtype)
     return packed, target_logits.new_empty(num_rows, dtype=torch.int32)

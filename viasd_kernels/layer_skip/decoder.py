@@ -4,8 +4,7 @@ from typing import Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
 
-from ..checks import INDEX_DTYPES, check_row_start, check_tensor, resolve_impl
-from ..native import implementations
+from ..checks import INDEX_DTYPES, PANEL_DTYPES, check_row_start, check_tensor, implementations, resolve_impl
 from ..tree_verify import build_tree
 from . import reference
 from .config import DecoderConfig
@@ -66,7 +65,7 @@ class SkipDecoder:
     @staticmethod
     def available(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
         """The implementations that there are for weights on this device, of this dtype."""
-        return implementations(device, dtype)
+        return implementations(device, dtype in PANEL_DTYPES)
 
     def new_pool(self, num_slots: int) -> KVPool:
         """An empty pool of the right shape, dtype and device."""

@@ -73,8 +73,9 @@ def take_weight(
 ) -> torch.Tensor:
     """Read one weight, once, and check it; ``like`` has the dtype and device that it must have."""
     weight = weights[name]
-    dtypes = LOGIT_DTYPES if like is None else [like.dtype]
-    device = weight.device if like is None and isinstance(weight, torch.Tensor) else getattr(like, "device", None)
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"SkipDecoder: {name} must be a tensor, got {type(weight).__name__}")
+    device, dtypes = (weight.device, LOGIT_DTYPES) if like is None else (like.device, (like.dtype,))
     check_tensor("SkipDecoder", name, weight, shapes[name], dtypes, device)
     return weight
 

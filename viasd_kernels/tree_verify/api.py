@@ -1,18 +1,21 @@
 """The public tree ops: check the arguments, choose an implementation, call it."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
-from ..checks import INDEX_DTYPES, LOGIT_DTYPES, check_row_start, check_tensor, resolve_impl
-from ..native import implementations
+from ..checks import (
+    INDEX_DTYPES,
+    LOGIT_DTYPES,
+    PANEL_DTYPES,
+    check_row_start,
+    check_tensor,
+    implementations,
+    resolve_impl,
+)
 from ..status import FATAL, Status, raise_for_status
 from .op import build_tree_op, compact_kv_op, tree_attention_op, verify_tree_op
 from .structs import PROPOSALS, Tree, TreeVerdict
-
-
-def _with_native(device: torch.device) -> Tuple[str, ...]:
-    return ("reference", "native") if device.type == "cpu" else ("reference",)
 
 
 def build_tree(
@@ -53,7 +56,7 @@ def build_tree(
         check_row_start(op, row_start, parents.shape[0])
     tree = Tree(
         *build_tree_op(
-            parents, row_start, max_rows, resolve_impl(op, impl, parents.device, _with_native(parents.device))
+            parents, row_start, max_rows, resolve_impl(op, impl, parents.device, implementations(parents.device))
         )
     )
     if check:
@@ -141,7 +144,7 @@ def tree_attention(
         raise ValueError(f"{op}: soft_cap must be above 0 or None, got {soft_cap}")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be >= 1 or None, got {window}")
-    chosen = resolve_impl(op, impl, device, implementations(device, q.dtype))
+    chosen = resolve_impl(op, impl, device, implementations(device, q.dtype in PANEL_DTYPES))
     if check:
         check_row_start(op, row_start, num_rows)
         _check_slots(op, slots, context_len, row_start, ancestors, k_pool.shape[0])
@@ -251,7 +254,7 @@ def verify_tree(
     if full_argmax is not None:
         check_tensor(op, "full_argmax", full_argmax, [num_rows], INDEX_DTYPES, device)
     _check_logits(op, full_logits, draft_logits, full_argmax, proposal, num_rows, device)
-    chosen = resolve_impl(op, impl, device, _with_native(device))
+    chosen = resolve_impl(op, impl, device, implementations(device))
     if check:
         check_row_start(op, row_start, num_rows)
         _check_values(op, uniforms, temperature, full_logits)
@@ -340,8 +343,9 @@ def compact_kv(
         num_accepted: [B] int32 or int64, from ``verify_tree``.
         row_start: [B+1] int32 or int64.
         start: [B] int32 or int64, the position in the cache of each sequence's first row.
-        impl: "auto" or "reference".
-        check: whether to raise for values that lead outside a sequence's rows or the cache (synchronises).
+        impl: "auto", "reference" or "native" (CPU).
+        check: whether to raise for values that lead outside a sequence's rows or the cache (synchronises). "native"
+            raises for them in any case: it never moves what is not the sequence's.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape or range.
@@ -356,7 +360,7 @@ def compact_kv(
     check_tensor(op, "num_accepted", num_accepted, [k.shape[0]], INDEX_DTYPES, k.device)
     check_tensor(op, "row_start", row_start, [k.shape[0] + 1], INDEX_DTYPES, k.device)
     check_tensor(op, "start", start, [k.shape[0]], INDEX_DTYPES, k.device)
-    chosen = resolve_impl(op, impl, k.device, ("reference",))
+    chosen = resolve_impl(op, impl, k.device, implementations(k.device))
     if check:
         check_row_start(op, row_start, path.shape[0])
         _check_moves(op, path, num_accepted, row_start, start, k.shape[1])

@@ -67,6 +67,7 @@ def verify_tree(
         num_accepted=num_accepted.data_ptr(),
         next_token=next_token.data_ptr(),
         status=status.data_ptr(),
+        num_threads=torch.get_num_threads(),
     )
     return path, num_accepted, next_token, status
 
@@ -112,3 +113,38 @@ def tree_attention(
         num_threads=torch.get_num_threads(),
     )
     return out.to(q.dtype)
+
+
+def compact_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    path: torch.Tensor,
+    num_accepted: torch.Tensor,
+    row_start: torch.Tensor,
+    start: torch.Tensor,
+) -> None:
+    path, num_accepted = ready(path, torch.int64), ready(num_accepted, torch.int64)
+    row_start, start = ready(row_start, torch.int64), ready(start, torch.int64)
+    num_sequences, cache_len, num_heads, head_dim = k.shape
+    # Bits written past torch: autograd is told as if an operation of its own had changed them.
+    torch.autograd.graph.increment_version((k, v))
+    load_native().compact_kv(
+        k=_cache(k),
+        v=_cache(v),
+        path=path.data_ptr(),
+        num_accepted=num_accepted.data_ptr(),
+        row_start=row_start.data_ptr(),
+        start=start.data_ptr(),
+        num_sequences=num_sequences,
+        num_rows=path.shape[0],
+        cache_len=cache_len,
+        num_heads=num_heads,
+        head_bytes=head_dim * k.element_size(),
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _cache(cache: torch.Tensor) -> Tuple[int, int, int, int]:
+    """Address, and in bytes the strides of sequence, position and head."""
+    sequence, position, head = (stride * cache.element_size() for stride in cache.stride()[:3])
+    return cache.data_ptr(), sequence, position, head

@@ -171,6 +171,10 @@ def _compact_kv(
     start: torch.Tensor,
     impl: str,
 ) -> None:
+    if impl == "native":
+        from . import native
+
+        return native.compact_kv(k, v, path, num_accepted, row_start, start)
     _require_reference("compact_kv", impl)
     reference.compact_kv(k, v, path, num_accepted, row_start, start)
 

@@ -1,17 +1,53 @@
-// A team of OpenMP threads that meets at barriers. Torch brings the one OpenMP runtime of the process; the number of
-// threads comes from the caller. Built without OpenMP, a team has one member.
+// Threads of the one OpenMP runtime that torch has loaded; a build without OpenMP works on one.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <thread>
 
-#if defined(_OPENMP)
+#ifdef _OPENMP
 #include <omp.h>
 #endif
 
 namespace viasd {
 
+inline int worker_index() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// Calls work(i, worker) for every i in [0, count); `worker`, below num_threads, says whose scratch to use. The work
+// must not throw.
+template <class Work>
+void parallel_for(int64_t count, int num_threads, const Work& work) {
+    if (num_threads <= 1) {
+        for (int64_t i = 0; i < count; ++i) work(i, 0);
+        return;
+    }
+#pragma omp parallel for num_threads(num_threads) schedule(guided)
+    for (int64_t i = 0; i < count; ++i) work(i, worker_index());
+}
+
+// How the threads of a call are spread: over its items (sequences, rows), or over the vocabulary of one row after
+// another.
+struct ThreadSplit {
+    int over_items;
+    int within_row;
+};
+
+inline ThreadSplit share_threads(int num_threads, int64_t num_items, int64_t num_rows, int64_t width) {
+    constexpr int64_t WORTH_A_THREAD = 16384;  // numbers to read; with fewer, waking a thread takes longer than working
+    const int64_t useful = std::min<int64_t>(num_threads, num_rows * width / WORTH_A_THREAD);
+    const int over_items = static_cast<int>(std::min(useful, num_items));
+    const int within_row = static_cast<int>(std::min(useful, width / WORTH_A_THREAD));
+    return over_items >= within_row ? ThreadSplit{std::max(over_items, 1), 1} : ThreadSplit{1, within_row};
+}
+
+// Threads that work through the same phases and meet at barriers in between.
 class Team {
   public:
     // Spins first, as the wait is mostly short, then lets others run: the processor may have other work than ours.
@@ -62,7 +98,7 @@ inline Share share(int64_t count, int member, int team_size, int64_t unit = 1) {
 template <class Body>
 void run_team(int num_threads, const Body& body) {
     Team team;
-#if defined(_OPENMP)
+#ifdef _OPENMP
     if (num_threads > 1) {
 #pragma omp parallel num_threads(num_threads)
         {
