@@ -11,6 +11,7 @@
 
 #include "layer_skip/bypass_cpu.h"
 #include "layer_skip/decoder_cpu.h"
+#include "layer_skip/pack_weights.h"
 
 namespace py = pybind11;
 
@@ -39,10 +40,25 @@ void bypass_linear(int32_t element, int64_t num_rows, int64_t depth, int64_t num
                        static_cast<Epilogue>(epilogue), row_matrix(out), num_threads});
 }
 
-void pack(int32_t element, Address weights, int64_t row_stride, int64_t num_outputs, int64_t depth, bool interleave,
-          Address panels, int num_threads) {
-    pack_panels({at<const void>(weights), row_stride, num_outputs, depth, static_cast<Element>(element),
-                 at<void>(panels), interleave, num_threads});
+// (element, address, row stride, outputs, depth, whether halves lie in turn)
+using Weights = std::tuple<int32_t, Address, int64_t, int64_t, int64_t, bool>;
+
+WeightMatrix weight_matrix(const Weights& weights) {
+    const auto [element, data, row_stride, num_outputs, depth, halves] = weights;
+    return {static_cast<Element>(element), at<const void>(data), row_stride, num_outputs, depth, halves};
+}
+
+int32_t choose_coding(const Weights& weights, int num_threads) {
+    return static_cast<int32_t>(smallest_coding(weight_matrix(weights), num_threads));
+}
+
+int64_t packed_bytes(const Weights& weights, int32_t coding) {
+    const WeightMatrix matrix = weight_matrix(weights);
+    return matrix.num_panels() * panel_bytes(static_cast<Coding>(coding), matrix.depth);
+}
+
+void pack(const Weights& weights, int32_t coding, Address panels, int num_threads) {
+    pack_weights(weight_matrix(weights), static_cast<Coding>(coding), at<void>(panels), num_threads);
 }
 
 // Weights are read from end to end in every step: with large pages that costs far fewer address translations.
@@ -70,7 +86,7 @@ const T* address(const py::dict& from, const char* name) {
 
 Linear linear(const py::dict& from, const char* name) {
     const py::dict own = from[name];
-    return {address<void>(own, "panels"), address<float>(own, "bias"), field<int64_t>(own, "outputs"),
+    return {static_cast<Coding>(field<int32_t>(own, "coding")), address<void>(own, "panels"), address<float>(own, "bias"), field<int64_t>(own, "outputs"),
             field<int64_t>(own, "depth")};
 }
 
@@ -142,10 +158,10 @@ void bind_layer_skip(py::module_& m) {
     m.def("bypass_linear", &bypass_linear, NoGil(), py::kw_only(), py::arg("element"), py::arg("num_rows"),
           py::arg("depth"), py::arg("num_outputs"), py::arg("x"), py::arg("weight"), py::arg("keep"), py::arg("bias"),
           py::arg("residual"), py::arg("epilogue"), py::arg("out"), py::arg("num_threads"));
-    m.def("panel_bytes", [](int32_t element, int64_t depth) { return panel_bytes(static_cast<Element>(element), depth); },
-          py::arg("element"), py::arg("depth"));
-    m.def("pack_panels", &pack, NoGil(), py::kw_only(), py::arg("element"), py::arg("weights"), py::arg("row_stride"),
-          py::arg("num_outputs"), py::arg("depth"), py::arg("interleave"), py::arg("panels"), py::arg("num_threads"));
+    m.def("smallest_coding", &choose_coding, NoGil(), py::arg("weights"), py::arg("num_threads"));
+    m.def("packed_bytes", &packed_bytes, py::arg("weights"), py::arg("coding"));
+    m.def("pack_weights", &pack, NoGil(), py::arg("weights"), py::arg("coding"), py::arg("panels"),
+          py::arg("num_threads"));
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("begin"), py::arg("bytes"));
     py::class_<Decoder>(m, "Decoder")
         .def(py::init(&make_decoder), py::arg("model"), py::arg("layers"), py::arg("ropes"))

@@ -90,10 +90,10 @@ void bypass_linear_cpu(const BypassLinear& op) {
                     const bool inside = p % half_panels * PANEL + i < count;
                     rows[i] = inside ? op.weight.row(op.element, begin + i) : nullptr;
                 }
-                kernels.pack(op.element, rows, op.depth, Element::FLOAT32, panels + p * PANEL * op.depth);
+                kernels.pack(op.element, rows, op.depth, panels + p * PANEL * op.depth);
             }
             for (int64_t b = 0; b < x.blocks.num_blocks(); ++b) {
-                kernels.multiply(Element::FLOAT32, panels, half_panels * halves, op.depth, x.block(b),
+                kernels.multiply(Coding::FLOAT32, panels, half_panels * halves, op.depth, x.block(b),
                                  x.blocks.size(b), tile + x.blocks.begin(b) * TILE, TILE, false);
             }
             for (int64_t i = 0; i < num_kept; ++i) {

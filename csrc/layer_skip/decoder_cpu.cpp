@@ -45,7 +45,7 @@ struct RowSet {
 struct Decoder::Workspace {
     Buffer hidden, packed, inner, qkv, delta, turns, peaks, sums, outs;
     struct Member {
-        Buffer tile, row;
+        Buffer tile, panels, row;
         AttentionScratch attention;
     };
     std::vector<std::unique_ptr<Member>> members;
@@ -72,6 +72,10 @@ struct Decoder::Pass {
     void capture(int64_t layer, int member, const Team& team);
     void finish(int member, Team& team);
 
+    LinearScratch scratch(int member) const {
+        Workspace::Member& own = *memory_.members[member];
+        return {own.tile.floats(0), own.panels.floats(0)};
+    }
     float* hidden_row(int64_t row) const { return hidden_ + row * sizes_.hidden; }
     char* pool(void* base, int64_t layer) const {
         return static_cast<char*>(base) +
@@ -168,11 +172,11 @@ int Decoder::Pass::row_set(int64_t layer, int64_t sub_layer) {
 
 void Decoder::Pass::reserve() {
     const int64_t num_rows = step_.num_rows, logits_rows = step_.num_logits;
-    int64_t pairs = 0, partials = 0, queries = 0;
+    int64_t pairs = 0, partials = 0, unit_rows = 0;
     for (const Rope& rope : model_.ropes) pairs += rope.num_pairs;
     for (const RowSet& set : sets_) {
         partials = std::max(partials, set.plan->num_partials);
-        queries = std::max(queries, set.plan->max_queries);
+        unit_rows = std::max(unit_rows, set.plan->max_rows);
     }
     hidden_ = memory_.hidden.floats(num_rows * sizes_.hidden);
     packed_ = memory_.packed.floats(std::max(num_rows, logits_rows) * sizes_.hidden);
@@ -182,14 +186,19 @@ void Decoder::Pass::reserve() {
     turns_ = memory_.turns.floats(num_rows * pairs * 2);
     const int64_t padded = round_up(sizes_.head_dim, PANEL);
     partials_ = {memory_.peaks.floats(partials), memory_.sums.floats(partials), memory_.outs.floats(partials * padded)};
+    int64_t panels_size = 0;
+    for (const int64_t depth : {sizes_.hidden, sizes_.intermediate, sizes_.num_heads * sizes_.head_dim}) {
+        panels_size = std::max(panels_size, LinearScratch::panels_size(depth));
+    }
     const int64_t row_width = std::max({sizes_.hidden, sizes_.head_dim, TILE});
     while (static_cast<int>(memory_.members.size()) < std::max(1, step_.num_threads)) {
         memory_.members.push_back(std::make_unique<Workspace::Member>());
     }
     for (auto& member : memory_.members) {
         member->tile.floats(std::max(num_rows, logits_rows) * TILE);
+        member->panels.floats(panels_size);
         member->row.floats(row_width);
-        member->attention.reserve(shape_, queries, kernels_.max_block_rows);
+        member->attention.reserve(shape_, unit_rows);
     }
 }
 
@@ -218,14 +227,10 @@ void Decoder::Pass::embed(int member, const Team& team) {
             const char* table = static_cast<const char*>(model_.embedding);
             kernels_.widen(model_.element, table + token * width * element_bytes(model_.element), width, out);
         } else {
-            const char* panel = static_cast<const char*>(model_.head.panels) +
-                                token / PANEL * panel_bytes(model_.element, width);
-            const int64_t lane = token % PANEL;
-            for (int64_t k = 0; k < width; ++k) {
-                const bool pairs = model_.element == Element::BFLOAT16;
-                const int64_t at = pairs ? (k / 2 * PANEL + lane) * 2 + k % 2 : k * PANEL + lane;
-                kernels_.widen(model_.element, panel + at * element_bytes(model_.element), 1, out + k);
-            }
+            const int64_t bytes = panel_bytes(model_.head.coding, width);
+            kernels_.unpack(model_.head.coding, static_cast<const char*>(model_.head.panels) + token / PANEL * bytes,
+                            width, scratch(member).panels);
+            for (int64_t k = 0; k < width; ++k) out[k] = scratch(member).panels[k * PANEL + token % PANEL];
         }
         if (model_.embedding_scale != 1) {
             for (int64_t k = 0; k < width; ++k) out[k] *= model_.embedding_scale;
@@ -256,17 +261,6 @@ void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team
     const DecoderLayer& layer = model_.layers[index];
     Workspace::Member& own = *memory_.members[member];
     const int64_t num_rows = set.rows.size(), dim = sizes_.head_dim;
-    norm_rows(set, layer.attention_norm, member, team);
-    team.barrier();
-    multiply_linear(kernels_, model_.element, layer.qkv, {packed_, sizes_.hidden, set.blocks}, member, team,
-                    own.tile.floats(0), 1, [&](int64_t first, int64_t count, const float* tile) {
-                        for (int64_t i = 0; i < num_rows; ++i) {
-                            std::copy_n(tile + i * TILE, count, qkv_ + i * qkv_width_ + first);
-                        }
-                    });
-    team.barrier();
-    rotate_and_store(layer, index, set, member, team);
-    team.barrier();
     const int64_t slot_stride = sizes_.num_kv_heads * dim;
     const AttentionCall call = {kernels_,
                                 shape_,
@@ -277,6 +271,17 @@ void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team
                                 qkv_width_,
                                 layer.window,
                                 partials_};
+    norm_rows(set, layer.attention_norm, member, team);
+    team.barrier();
+    multiply_linear(kernels_, layer.qkv, {packed_, sizes_.hidden, set.blocks}, member, team, scratch(member), 1,
+                     [&](int64_t first, int64_t count, const float* tile) {
+                        for (int64_t i = 0; i < num_rows; ++i) {
+                            std::copy_n(tile + i * TILE, count, qkv_ + i * qkv_width_ + first);
+                        }
+                    });
+    team.barrier();
+    rotate_and_store(layer, index, set, member, team);
+    team.barrier();
     const PackedRows attended = {inner_, sizes_.num_heads * dim, set.blocks};
     attend(call, member, team, own.attention,
            [&](int64_t row, int64_t head, const float* values) { attended.put(row, head * dim, values, dim); });
@@ -322,7 +327,7 @@ void Decoder::Pass::add_output(const Linear& linear, const float* post_norm, con
                                int member, Team& team) {
     Workspace::Member& own = *memory_.members[member];
     const int64_t num_rows = set.rows.size(), stride = round_up(sizes_.hidden, PANEL);
-    multiply_linear(kernels_, model_.element, linear, in, member, team, own.tile.floats(0), 1,
+    multiply_linear(kernels_, linear, in, member, team, scratch(member), 1,
                     [&](int64_t first, int64_t count, const float* tile) {
                         const int64_t inside = std::min(count, sizes_.hidden - first);
                         for (int64_t i = 0; i < num_rows; ++i) {
@@ -355,8 +360,8 @@ void Decoder::Pass::mlp(int64_t index, const RowSet& set, int member, Team& team
     const auto activate =
         model_.activation == Activation::SILU_MUL ? kernels_.silu_mul : kernels_.gelu_tanh_mul;
     float* values = own.row.floats(0);
-    multiply_linear(kernels_, model_.element, layer.gate_up, {packed_, sizes_.hidden, set.blocks}, member, team,
-                    own.tile.floats(0), 2, [&](int64_t first, int64_t count, const float* tile) {
+    multiply_linear(kernels_, layer.gate_up, {packed_, sizes_.hidden, set.blocks}, member, team, scratch(member), 2,
+                     [&](int64_t first, int64_t count, const float* tile) {
                         for (int64_t i = 0; i < inner.blocks.num_rows(); ++i) {
                             for (int64_t j = 0; j < count; j += 2 * PANEL) {
                                 const float* gate = tile + i * TILE + j;
@@ -399,8 +404,7 @@ void Decoder::Pass::finish(int member, Team& team) {
         scored.put(i, 0, normed, width);
     }
     team.barrier();
-    float* tile = own.tile.floats(0);
-    multiply_linear(kernels_, model_.element, model_.head, scored, member, team, tile, 1,
+    multiply_linear(kernels_, model_.head, scored, member, team, scratch(member), 1,
                     [&](int64_t first, int64_t count, float* values) {
                         const int64_t inside = std::min(count, sizes_.vocab - first);
                         for (int64_t i = 0; i < step_.num_logits; ++i) {
@@ -431,29 +435,6 @@ void Decoder::step(const DecoderStep& step) {
     run_team(step.num_threads, [&](int member, Team& team) { pass.run(member, team); });
     const std::lock_guard<std::mutex> lock(mutex_);
     idle_.push_back(std::move(memory));
-}
-
-void pack_panels(const PackTask& task) {
-    const PanelKernels& kernels = panel_kernels();
-    const int64_t width = element_bytes(task.element), half = task.num_outputs / 2;
-    const int64_t outputs = task.interleave ? half : task.num_outputs;  // of one matrix
-    const int64_t num_panels = (outputs + PANEL - 1) / PANEL * (task.interleave ? 2 : 1);
-    run_team(task.num_threads, [&](int member, Team& team) {
-        const Share panels = share(num_panels, member, team.size);
-        for (int64_t p = panels.begin; p < panels.end; ++p) {
-            const int64_t first = (task.interleave ? p / 2 : p) * PANEL;
-            const int64_t offset = task.interleave && p % 2 ? half : 0;
-            const void* rows[PANEL];
-            for (int64_t i = 0; i < PANEL; ++i) {
-                const int64_t row = offset + first + i;
-                rows[i] = first + i < outputs
-                              ? static_cast<const char*>(task.weights) + row * task.row_stride * width
-                              : nullptr;
-            }
-            kernels.pack(task.element, rows, task.depth, task.element,
-                         static_cast<char*>(task.panels) + p * panel_bytes(task.element, task.depth));
-        }
-    });
 }
 
 }  // namespace viasd

@@ -97,16 +97,4 @@ class Decoder {
     std::vector<std::unique_ptr<Workspace>> idle_;  // memory of earlier steps
 };
 
-// A row-major [num_outputs, depth] matrix into panels. `interleave`: panels of the first and of the second half in turn.
-struct PackTask {
-    const void* weights;
-    int64_t row_stride;  // in elements
-    int64_t num_outputs, depth;
-    Element element;
-    void* panels;
-    bool interleave;
-    int num_threads;
-};
-void pack_panels(const PackTask& task);
-
 }  // namespace viasd

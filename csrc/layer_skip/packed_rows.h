@@ -48,35 +48,65 @@ struct PackedRows {
 };
 
 struct Linear {
+    Coding coding;
     const void* panels;
     const float* bias;  // null: none; padded with zeros to whole panels
     int64_t outputs;
     int64_t depth;
 };
 
+// A thread's memory for a linear layer: tile[rows][TILE], and panels of floats.
+struct LinearScratch {
+    float* tile;
+    float* panels;
+
+    static constexpr int64_t CACHED_BYTES = 1 << 19;  // panels that several blocks of rows read should stay in a cache
+
+    // Panels taken together: with one block of rows all that `multiply` takes, with several as many as stay in cache.
+    static int64_t group(int64_t depth, int64_t num_blocks) {
+        const int64_t fits = CACHED_BYTES / panel_bytes(Coding::FLOAT32, depth) / 2 * 2;
+        return num_blocks == 1 ? TILE_PANELS : std::max<int64_t>(2, std::min(TILE_PANELS, fits));
+    }
+
+    // Floats of `panels`.
+    static int64_t panels_size(int64_t depth) {
+        return group(depth, 2) * panel_bytes(Coding::FLOAT32, depth) / 4;
+    }
+};
+
 // This member's outputs of a linear layer, tile by tile. `finish(first_output, num_outputs, tile)` gets
 // tile[row][TILE], with the bias added; outputs past the layer's own are zeros. Members take panels in multiples of
 // `unit`.
 template <class Finish>
-void multiply_linear(const PanelKernels& kernels, Element element, const Linear& linear, const PackedRows& x,
-                     int member, const Team& team, float* tile, int64_t unit, const Finish& finish) {
-    const int64_t bytes = panel_bytes(element, linear.depth), num_rows = x.blocks.num_rows();
+void multiply_linear(const PanelKernels& kernels, const Linear& linear, const PackedRows& x, int member,
+                     const Team& team, const LinearScratch& scratch, int64_t unit, const Finish& finish) {
+    const int64_t bytes = panel_bytes(linear.coding, linear.depth), num_blocks = x.blocks.num_blocks();
     const Share panels = share(round_up(linear.outputs, PANEL) / PANEL, member, team.size, unit);
-    // With several blocks a group of panels is read once for each: it should stay in the second-level cache.
-    const int64_t fits = std::max<int64_t>(2, std::min<int64_t>(TILE_PANELS, (int64_t{1} << 19) / bytes / 2 * 2));
-    const int64_t group = x.blocks.num_blocks() > 1 ? fits : TILE_PANELS;
+    const int64_t group = LinearScratch::group(linear.depth, num_blocks);
     for (int64_t p = panels.begin; p < panels.end; p += group) {
         const int64_t count = std::min(group, panels.end - p);
-        for (int64_t b = 0; b < x.blocks.num_blocks(); ++b) {
-            kernels.multiply(element, static_cast<const char*>(linear.panels) + p * bytes, count, linear.depth,
-                             x.block(b), x.blocks.size(b), tile + x.blocks.begin(b) * TILE, TILE, false);
+        const char* source = static_cast<const char*>(linear.panels) + p * bytes;
+        Coding coding = linear.coding;
+        if (num_blocks > 1 && coding != Coding::FLOAT32) {  // decoded once instead of once for each block
+            const int64_t size = linear.depth * PANEL;
+            for (int64_t i = 0; i < count; ++i) {
+                kernels.unpack(coding, source + i * bytes, linear.depth, scratch.panels + i * size);
+            }
+            source = reinterpret_cast<const char*>(scratch.panels);
+            coding = Coding::FLOAT32;
+        }
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            kernels.multiply(coding, source, count, linear.depth, x.block(b), x.blocks.size(b),
+                             scratch.tile + x.blocks.begin(b) * TILE, TILE, false);
         }
         if (linear.bias) {
-            for (int64_t row = 0; row < num_rows; ++row) {
-                for (int64_t j = 0; j < count * PANEL; ++j) tile[row * TILE + j] += linear.bias[p * PANEL + j];
+            for (int64_t row = 0; row < x.blocks.num_rows(); ++row) {
+                for (int64_t j = 0; j < count * PANEL; ++j) {
+                    scratch.tile[row * TILE + j] += linear.bias[p * PANEL + j];
+                }
             }
         }
-        finish(p * PANEL, count * PANEL, tile);
+        finish(p * PANEL, count * PANEL, scratch.tile);
     }
 }
 

@@ -3,8 +3,11 @@
 // A panel holds 16 outputs of a weight matrix interleaved: for each input k the 16 weights lie side by side, so that a
 // row's input is broadcast and 16 sums grow together, each in the order of k. A sum's order therefore depends neither
 // on how many rows a pass has nor on the threads: a row yields the same bits whatever its mates are.
-//   float32:  panel[k][16]
-//   bfloat16: panel[k / 2][16][2], pairs of inputs; an odd last one is paired with zeros
+//   FLOAT32:  panel[k][16]
+//   BFLOAT16: panel[k / 2][16][2], pairs of inputs; an odd last one is paired with zeros
+//   LEVELS8:  for every 32 inputs step[16], low[16], words[8][16]: a weight is step * code + low, exactly; an output's
+//             word holds the codes of 4 inputs, the first in its lowest bits
+//   LEVELS4:  the same with words[4][16] of 8 codes
 // Rows enter packed in blocks: of `m` rows, element k of row i lies at [k * m + i].
 #pragma once
 
@@ -16,6 +19,8 @@ constexpr int64_t PANEL = 16;
 constexpr int64_t TILE_PANELS = 8;  // panels that one call computes, at most
 constexpr int64_t TILE = PANEL * TILE_PANELS;
 constexpr int64_t KEY_TILE = 64;  // keys of one attention tile: one bit each in a row's mask
+// Floats from one panel of a tile's values to the next: not a multiple of 4 KiB, or stores and loads would collide.
+constexpr int64_t VALUE_PANEL = KEY_TILE * PANEL + PANEL;
 
 enum class Element : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -23,9 +28,20 @@ constexpr int64_t element_bytes(Element element) { return element == Element::FL
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+enum class Coding : int32_t { FLOAT32 = 0, BFLOAT16 = 1, LEVELS8 = 2, LEVELS4 = 3 };
+
+constexpr int64_t LEVEL_BLOCK = 32;  // inputs that share their levels
+
 // Bytes of one panel of `depth` inputs.
-constexpr int64_t panel_bytes(Element element, int64_t depth) {
-    return element == Element::FLOAT32 ? depth * PANEL * 4 : (depth + 1) / 2 * PANEL * 4;
+constexpr int64_t panel_bytes(Coding coding, int64_t depth) {
+    const int64_t blocks = round_up(depth, LEVEL_BLOCK) / LEVEL_BLOCK, levels = 2 * PANEL * 4;
+    switch (coding) {
+        case Coding::FLOAT32: return depth * PANEL * 4;
+        case Coding::BFLOAT16: return (depth + 1) / 2 * PANEL * 4;
+        case Coding::LEVELS8: return blocks * (levels + LEVEL_BLOCK * PANEL);
+        case Coding::LEVELS4: return blocks * (levels + LEVEL_BLOCK * PANEL / 2);
+    }
+    return 0;
 }
 
 struct PanelKernels {
@@ -33,17 +49,21 @@ struct PanelKernels {
 
     // y[i][0:16 * num_panels] (+)= sum over k of x[k * m + i] * panel[k][...]; at most TILE_PANELS panels, m <=
     // max_block_rows.
-    void (*multiply)(Element element, const void* panels, int64_t num_panels, int64_t depth, const float* x, int64_t m,
+    void (*multiply)(Coding coding, const void* panels, int64_t num_panels, int64_t depth, const float* x, int64_t m,
                      float* y, int64_t y_stride, bool add);
 
     // y[i][...] += sum over the keys j of a tile of weights[i * KEY_TILE + j] * value j, values in panels.
     void (*add_values)(const float* values, int64_t num_panels, const float* weights, int64_t m, float* y,
                        int64_t y_stride);
 
-    // 16 rows of `depth` elements into one panel; null rows enter as zeros.
-    void (*pack)(Element from, const void* const rows[PANEL], int64_t depth, Element to, void* panel);
+    // 16 rows of `depth` elements into one panel of floats; null rows enter as zeros.
+    void (*pack)(Element from, const void* const rows[PANEL], int64_t depth, float* panel);
 
-    // A tile of keys into panels of 16 keys; of values into panels of 16 dimensions, KEY_TILE deep, the last one padded
+    // A panel of any coding into one of floats, and one of floats into one of bfloat16, rounded.
+    void (*unpack)(Coding coding, const void* panel, int64_t depth, float* out);
+    void (*shorten)(const float* panel, int64_t depth, void* out);
+
+    // A tile of keys into panels of 16 keys; of values into panels of 16 dimensions, VALUE_PANEL apart, the last one padded
     // with zeros. The second says whether all values are finite.
     void (*keys_to_panels)(Element from, const void* const keys[KEY_TILE], int64_t dim, float* panels);
     bool (*values_to_panels)(Element from, const void* const values[KEY_TILE], int64_t dim, float* panels);

@@ -11,7 +11,7 @@ namespace viasd {
 
 namespace {
 
-constexpr int64_t MAX_UNIT_QUERIES = 48;  // query vectors that share a tile of keys
+constexpr int64_t MAX_HEAD_QUERIES = 48;  // query vectors that share a tile of a head's keys
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Bits [first, first + KEY_TILE) of bit words; bits outside them are 0.
@@ -57,7 +57,7 @@ uint64_t SequenceView::visible(int64_t row, int64_t tile, int64_t window) const 
 AttentionPlan::AttentionPlan(const AttentionShape& shape, const std::vector<SequenceView>& all,
                              const int64_t* row_start, const std::vector<int64_t>& rows, int num_threads)
     : sequences(all) {
-    const int64_t block_rows = std::max<int64_t>(1, MAX_UNIT_QUERIES / shape.group);
+    const int64_t block_rows = std::max<int64_t>(1, MAX_HEAD_QUERIES / shape.group);
     int64_t sequence = 0;
     for (size_t i = 0; i < rows.size();) {
         while (rows[i] >= row_start[sequence + 1]) ++sequence;
@@ -68,11 +68,8 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, const std::vector<Sequ
             (all[sequence].num_keys() + KEY_TILE * SPLIT_TILES - 1) / (KEY_TILE * SPLIT_TILES);
         for (size_t j = i; j < end; j += block_rows) {
             const int64_t count = std::min<int64_t>(block_rows, end - j);
-            max_queries = std::max(max_queries, count * shape.group);
-            for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-                units.push_back({static_cast<int32_t>(sequence), static_cast<int32_t>(head), static_cast<int64_t>(j),
-                                 count, 0, splits, -1});
-            }
+            max_rows = std::max(max_rows, count);
+            units.push_back({sequence, static_cast<int64_t>(j), count, 0, splits, -1});
         }
         i = end;
     }
@@ -86,61 +83,71 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, const std::vector<Sequ
             part.first_split = split;
             part.num_splits = 1;
             part.partial = num_partials;
-            num_partials += whole.count * shape.group;
+            num_partials += whole.count * shape.group * shape.num_kv_heads;
             units.push_back(part);
         }
     }
 }
 
-void AttentionScratch::reserve(const AttentionShape& shape, int64_t max_queries, int64_t max_block_rows) {
-    const int64_t padded = round_up(shape.head_dim, PANEL), n = max_queries + max_block_rows;
+void AttentionScratch::reserve(const AttentionShape& shape, int64_t max_rows) {
+    const int64_t padded = round_up(shape.head_dim, PANEL), per_head = max_rows * shape.group;
+    const int64_t all = per_head * shape.num_kv_heads;
     auto grow = [](std::vector<float>& buffer, int64_t size) {
         if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
     };
-    grow(queries, n * shape.head_dim);
+    grow(queries, all * shape.head_dim);
     grow(keys, KEY_TILE * shape.head_dim);
-    grow(values, KEY_TILE * padded);
-    grow(clean_values, KEY_TILE * padded);
-    grow(scores, n * KEY_TILE);
-    for (auto* one : {&peaks, &sums, &other_peaks, &other_sums}) grow(*one, n);
-    for (auto* each : {&outs, &other_outs}) grow(*each, n * padded);
+    grow(values, padded / PANEL * VALUE_PANEL);
+    grow(clean_values, padded / PANEL * VALUE_PANEL);
+    grow(scores, per_head * KEY_TILE);
+    for (auto* one : {&peaks, &sums, &other_peaks, &other_sums}) grow(*one, all);
+    for (auto* each : {&outs, &other_outs}) grow(*each, all * padded);
 }
 
 namespace {
 
-// One unit's work; blocks of queries are packed as PanelKernels::multiply wants its rows.
+SoftmaxState from_query(const SoftmaxState& state, int64_t query, int64_t padded) {
+    return {state.peak + query, state.sum + query, state.out + query * padded};
+}
+
+// One unit's work. A key head's queries are packed in blocks as PanelKernels::multiply wants its rows.
 class UnitWork {
   public:
     UnitWork(const AttentionCall& call, const AttentionPlan::Unit& unit, AttentionScratch& scratch)
         : call_(call), unit_(unit), scratch_(scratch), sequence_(call.plan.sequences[unit.sequence]),
-          num_queries_(unit.count * call.shape.group), padded_(round_up(call.shape.head_dim, PANEL)) {}
+          per_head_(unit.count * call.shape.group), padded_(round_up(call.shape.head_dim, PANEL)) {}
+
+    int64_t num_queries() const { return per_head_ * call_.shape.num_kv_heads; }
+    int64_t padded() const { return padded_; }
 
     void pack_queries() {
         const int64_t group = call_.shape.group, dim = call_.shape.head_dim;
-        for_blocks([&](int64_t begin, int64_t size) {
-            float* out = scratch_.queries.data() + begin * dim;
-            for (int64_t i = 0; i < size; ++i) {
-                const int64_t query = begin + i, head = unit_.head * group + query % group;
-                const float* q = call_.q + (unit_.first + query / group) * call_.q_stride + head * dim;
-                for (int64_t d = 0; d < dim; ++d) out[d * size + i] = q[d];
-            }
-        });
+        for (int64_t kv_head = 0; kv_head < call_.shape.num_kv_heads; ++kv_head) {
+            for_blocks([&](int64_t begin, int64_t size) {
+                float* out = head_queries(kv_head) + begin * dim;
+                for (int64_t i = 0; i < size; ++i) {
+                    const int64_t query = begin + i, head = kv_head * group + query % group;
+                    const float* q = call_.q + (unit_.first + query / group) * call_.q_stride + head * dim;
+                    for (int64_t d = 0; d < dim; ++d) out[d * size + i] = q[d];
+                }
+            });
+        }
     }
 
     // The state of one split of the keys, from nothing.
     void run_split(int64_t split, const SoftmaxState& state) {
-        for (int64_t i = 0; i < num_queries_; ++i) {
+        for (int64_t i = 0; i < num_queries(); ++i) {
             state.peak[i] = -INFINITE;
             state.sum[i] = 0;
         }
-        std::fill_n(state.out, num_queries_ * padded_, 0.0f);
+        std::fill_n(state.out, num_queries() * padded_, 0.0f);
         const int64_t last = std::min((split + 1) * SPLIT_TILES, (sequence_.num_keys() + KEY_TILE - 1) / KEY_TILE);
         for (int64_t tile = split * SPLIT_TILES; tile < last; ++tile) run_tile(tile, state);
     }
 
     // state <- state and `later`, whose keys come after.
     void merge(const SoftmaxState& state, const SoftmaxState& later) {
-        for (int64_t i = 0; i < num_queries_; ++i) {
+        for (int64_t i = 0; i < num_queries(); ++i) {
             if (later.peak[i] == -INFINITE && later.sum[i] == 0) continue;
             const float peak = std::max(state.peak[i], later.peak[i]), shift = peak == -INFINITE ? 0 : peak;
             const float ours = call_.kernels.exp(state.peak[i] - shift);
@@ -154,49 +161,49 @@ class UnitWork {
     }
 
     void normalise(const SoftmaxState& state) {
-        for (int64_t i = 0; i < num_queries_; ++i) {
+        for (int64_t i = 0; i < num_queries(); ++i) {
             const float inverse = 1.0f / state.sum[i];
             for (int64_t d = 0; d < padded_; ++d) state.out[i * padded_ + d] *= inverse;
         }
     }
 
-    int64_t num_queries() const { return num_queries_; }
-    int64_t padded() const { return padded_; }
-
   private:
     template <class Body>
     void for_blocks(const Body& body) const {
-        const int64_t most = call_.kernels.max_block_rows, blocks = (num_queries_ + most - 1) / most;
+        const int64_t most = call_.kernels.max_block_rows, blocks = (per_head_ + most - 1) / most;
         for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t begin = num_queries_ * b / blocks;
-            body(begin, num_queries_ * (b + 1) / blocks - begin);
+            const int64_t begin = per_head_ * b / blocks;
+            body(begin, per_head_ * (b + 1) / blocks - begin);
         }
     }
 
-    uint64_t visible(int64_t query, int64_t tile) const {
-        const int64_t row = call_.plan.local_rows[unit_.first + query / call_.shape.group];
-        return sequence_.visible(row, tile, call_.window);
+    float* head_queries(int64_t kv_head) const {
+        return scratch_.queries.data() + kv_head * per_head_ * call_.shape.head_dim;
     }
 
     void run_tile(int64_t tile, const SoftmaxState& state) {
-        uint64_t masks[MAX_UNIT_QUERIES];
-        uint64_t any = 0;
-        for (int64_t i = 0; i < num_queries_; i += call_.shape.group) {
-            masks[i / call_.shape.group] = visible(i, tile);
-            any |= masks[i / call_.shape.group];
+        uint64_t masks[MAX_HEAD_QUERIES], any = 0;
+        for (int64_t row = 0; row < unit_.count; ++row) {
+            masks[row] = sequence_.visible(call_.plan.local_rows[unit_.first + row], tile, call_.window);
+            any |= masks[row];
         }
         if (!any) return;
-        const int64_t dim = call_.shape.head_dim;
-        const bool all_finite = gather(tile);
+        for (int64_t kv_head = 0; kv_head < call_.shape.num_kv_heads; ++kv_head) {
+            run_head(tile, kv_head, masks, from_query(state, kv_head * per_head_, padded_));
+        }
+    }
+
+    void run_head(int64_t tile, int64_t kv_head, const uint64_t* masks, const SoftmaxState& state) {
+        const int64_t dim = call_.shape.head_dim, group = call_.shape.group;
+        const bool all_finite = gather(tile, kv_head);
         float* scores = scratch_.scores.data();
         for_blocks([&](int64_t begin, int64_t size) {
-            call_.kernels.multiply(Element::FLOAT32, scratch_.keys.data(), KEY_TILE / PANEL, dim,
-                                   scratch_.queries.data() + begin * dim, size, scores + begin * KEY_TILE, KEY_TILE,
+            call_.kernels.multiply(Coding::FLOAT32, scratch_.keys.data(), KEY_TILE / PANEL, dim,
+                                   head_queries(kv_head) + begin * dim, size, scores + begin * KEY_TILE, KEY_TILE,
                                    false);
         });
-        for (int64_t i = 0; i < num_queries_; ++i) {
-            float* own = scores + i * KEY_TILE;
-            const float factor = call_.kernels.soften(own, masks[i / call_.shape.group], call_.shape.scale,
+        for (int64_t i = 0; i < per_head_; ++i) {
+            const float factor = call_.kernels.soften(scores + i * KEY_TILE, masks[i / group], call_.shape.scale,
                                                       call_.shape.soft_cap, state.peak + i, state.sum + i);
             if (factor != 1) {
                 for (int64_t d = 0; d < padded_; ++d) state.out[i * padded_ + d] *= factor;
@@ -205,22 +212,22 @@ class UnitWork {
         if (all_finite) {
             for_blocks([&](int64_t begin, int64_t size) { add_values(scratch_.values.data(), begin, size, state); });
         } else {
-            for (int64_t i = 0; i < num_queries_; ++i) {
-                drop_hidden_values(masks[i / call_.shape.group]);
+            for (int64_t i = 0; i < per_head_; ++i) {
+                drop_hidden_values(masks[i / group]);
                 add_values(scratch_.clean_values.data(), i, 1, state);
             }
         }
     }
 
     // Past the last key its own stands in: no row sees what lies there.
-    bool gather(int64_t tile) {
+    bool gather(int64_t tile, int64_t kv_head) {
         const int32_t* slots = sequence_.slots + tile * KEY_TILE;
         const int64_t last = std::min(KEY_TILE, sequence_.num_keys() - tile * KEY_TILE) - 1;
         const void *keys[KEY_TILE], *values[KEY_TILE];
         for (int64_t j = 0; j < KEY_TILE; ++j) {
             const int32_t slot = slots[std::min(j, last)];
-            keys[j] = call_.keys.at(call_.shape.element, slot, unit_.head);
-            values[j] = call_.values.at(call_.shape.element, slot, unit_.head);
+            keys[j] = call_.keys.at(call_.shape.element, slot, kv_head);
+            values[j] = call_.values.at(call_.shape.element, slot, kv_head);
         }
         call_.kernels.keys_to_panels(call_.shape.element, keys, call_.shape.head_dim, scratch_.keys.data());
         return call_.kernels.values_to_panels(call_.shape.element, values, call_.shape.head_dim, scratch_.values.data());
@@ -228,8 +235,11 @@ class UnitWork {
 
     // What a row does not see must not reach it, not even as 0 times infinity.
     void drop_hidden_values(uint64_t visible) {
-        for (int64_t i = 0; i < padded_ * KEY_TILE; ++i) {
-            scratch_.clean_values[i] = visible >> (i / PANEL % KEY_TILE) & 1 ? scratch_.values[i] : 0.0f;
+        for (int64_t p = 0; p < padded_ / PANEL; ++p) {
+            for (int64_t i = 0; i < KEY_TILE * PANEL; ++i) {
+                const int64_t at = p * VALUE_PANEL + i;
+                scratch_.clean_values[at] = visible >> (i / PANEL) & 1 ? scratch_.values[at] : 0.0f;
+            }
         }
     }
 
@@ -242,12 +252,8 @@ class UnitWork {
     const AttentionPlan::Unit& unit_;
     AttentionScratch& scratch_;
     const SequenceView& sequence_;
-    const int64_t num_queries_, padded_;
+    const int64_t per_head_, padded_;
 };
-
-SoftmaxState state_at(const SoftmaxState& all, int64_t query, int64_t padded) {
-    return {all.peak + query, all.sum + query, all.out + query * padded};
-}
 
 }  // namespace
 
@@ -255,7 +261,7 @@ void attend_unit(const AttentionCall& call, const AttentionPlan::Unit& unit, Att
     UnitWork work(call, unit, scratch);
     work.pack_queries();
     if (unit.partial >= 0) {
-        work.run_split(unit.first_split, state_at(call.partials, unit.partial, work.padded()));
+        work.run_split(unit.first_split, from_query(call.partials, unit.partial, work.padded()));
         return;
     }
     const SoftmaxState state = {scratch.peaks.data(), scratch.sums.data(), scratch.outs.data()};
@@ -271,12 +277,12 @@ void attend_unit(const AttentionCall& call, const AttentionPlan::Unit& unit, Att
 void merge_unit(const AttentionCall& call, const AttentionPlan::Unit& unit, AttentionScratch& scratch) {
     UnitWork work(call, unit, scratch);
     const SoftmaxState state = {scratch.peaks.data(), scratch.sums.data(), scratch.outs.data()};
-    const SoftmaxState first = state_at(call.partials, unit.partial, work.padded());
+    const SoftmaxState first = from_query(call.partials, unit.partial, work.padded());
     std::copy_n(first.peak, work.num_queries(), state.peak);
     std::copy_n(first.sum, work.num_queries(), state.sum);
     std::copy_n(first.out, work.num_queries() * work.padded(), state.out);
     for (int64_t split = 1; split < unit.num_splits; ++split) {
-        work.merge(state, state_at(call.partials, unit.partial + split * work.num_queries(), work.padded()));
+        work.merge(state, from_query(call.partials, unit.partial + split * work.num_queries(), work.padded()));
     }
     work.normalise(state);
 }
@@ -314,7 +320,7 @@ void tree_attention_cpu(const TreeAttention& op) {
     const AttentionCall call = {kernels, shape,         plan,      op.keys, op.values,
                                 op.q,    num_heads * dim, op.window, {peaks.data(), sums.data(), outs.data()}};
     std::vector<AttentionScratch> scratch(std::max(1, op.num_threads));
-    for (AttentionScratch& own : scratch) own.reserve(shape, plan.max_queries, kernels.max_block_rows);
+    for (AttentionScratch& own : scratch) own.reserve(shape, plan.max_rows);
     run_team(op.num_threads, [&](int member, Team& team) {
         attend(call, member, team, scratch[member], [&](int64_t row, int64_t head, const float* values) {
             std::copy_n(values, dim, op.out + (row * num_heads + head) * dim);

@@ -1,5 +1,7 @@
 // Attention of tree rows to their sequence's context, ancestors and themselves: one pass over the keys serves all rows.
 //
+// A unit of work reads all heads of its keys, which lie together, so that memory is read in one stream.
+//
 // Keys come in tiles of KEY_TILE and splits of SPLIT_TILES tiles, counted from the sequence's first key. Tiles of a
 // split are folded into a running softmax one after the other, and so are the splits: a row's bits depend neither on
 // the rows beside it nor on the threads.
@@ -13,7 +15,7 @@
 
 namespace viasd {
 
-constexpr int64_t SPLIT_TILES = 4;
+constexpr int64_t SPLIT_TILES = 2;
 
 struct AttentionShape {
     Element element;  // of keys and values
@@ -53,8 +55,7 @@ class AttentionPlan {
                   const std::vector<int64_t>& rows, int num_threads);
 
     struct Unit {
-        int32_t sequence;
-        int32_t head;
+        int64_t sequence;
         int64_t first;  // of the attending rows, counted over all sequences
         int64_t count;
         int64_t first_split, num_splits;
@@ -66,10 +67,10 @@ class AttentionPlan {
     std::vector<Unit> units;
     std::vector<Unit> merges;  // as units, over all splits; empty when the units finish themselves
     int64_t num_partials = 0;
-    int64_t max_queries = 0;
+    int64_t max_rows = 0;  // of a unit
 };
 
-// Running softmax of some queries.
+// Running softmax of a unit's queries: for each key head the rows, for each row the query heads that read it.
 struct SoftmaxState {
     float* peak;  // [queries]
     float* sum;   // [queries]
@@ -79,7 +80,7 @@ struct SoftmaxState {
 // A thread's memory.
 class AttentionScratch {
   public:
-    void reserve(const AttentionShape& shape, int64_t max_queries, int64_t max_block_rows);
+    void reserve(const AttentionShape& shape, int64_t max_rows);
 
     std::vector<float> queries, keys, values, clean_values, scores;
     std::vector<float> peaks, sums, outs, other_peaks, other_sums, other_outs;
@@ -107,8 +108,11 @@ void attend(const AttentionCall& call, int member, Team& team, AttentionScratch&
     const AttentionShape& shape = call.shape;
     const int64_t padded = round_up(shape.head_dim, PANEL);
     auto finish = [&](const AttentionPlan::Unit& unit) {
-        for (int64_t i = 0; i < unit.count * shape.group; ++i) {
-            emit(unit.first + i / shape.group, unit.head * shape.group + i % shape.group, scratch.outs.data() + i * padded);
+        const float* out = scratch.outs.data();
+        for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
+            for (int64_t i = 0; i < unit.count * shape.group; ++i, out += padded) {
+                emit(unit.first + i / shape.group, kv_head * shape.group + i % shape.group, out);
+            }
         }
     };
     const AttentionPlan& plan = call.plan;

@@ -39,6 +39,8 @@ class SkipDecoder:
             float64) and device.
         config: the architecture.
         impl: "auto", "reference", "triton" or "native"; only "auto" falls back.
+        compact: whether native may store a matrix in fewer bytes where that keeps every weight exactly: weights that
+            were quantised once, or rounded to bfloat16, and widened since. Results are the same, bit for bit.
 
     Attributes:
         config: as given.
@@ -50,7 +52,13 @@ class SkipDecoder:
         NotImplementedError: ``impl``.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig, *, impl: str = "auto") -> None:
+    def __init__(self,
+        weights: Mapping[str, torch.Tensor],
+        config: DecoderConfig,
+        *,
+        impl: str = "auto",
+        compact: bool = True,
+    ) -> None:
         check_names(weights, config)
         embedding = take_weight(weights, "embedding", weight_shapes(config))
         self.config, self.device, self.dtype = config, embedding.device, embedding.dtype
@@ -58,7 +66,7 @@ class SkipDecoder:
         if self.implementation == "native":
             from .native import NativeDecoder
 
-            self._decoder: Decoder = NativeDecoder(weights, config)
+            self._decoder: Decoder = NativeDecoder(weights, config, compact=compact)
         else:
             self._decoder = reference.ReferenceDecoder(weights, config)
 

@@ -11,6 +11,7 @@ from .structs import DecoderOutput, Step
 from .weights import check_names, take_weight
 
 PANEL = 16  # outputs that lie side by side
+CHUNK_BYTES = 1 << 26  # packed weights share pieces of memory, so that large pages can hold them
 NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_post_norm", "mlp_post_norm")
 LINEARS = ("qkv", "attention_out", "gate_up", "mlp_out")
 
@@ -79,19 +80,21 @@ def bypass_linear(
 class NativeDecoder:
     """A decoder over weights in panels, one call per pass.
 
-    All panels lie in one piece of memory, which pages of a large size can hold. Norms and biases are kept as float32.
+    Norms and biases are kept as float32. ``compact``: each matrix takes the coding of fewest bytes that holds all its
+    weights exactly (``csrc/layer_skip/pack_weights.h``); else that of its dtype. The results are the same, bit for bit.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig, *, compact: bool) -> None:
         self.config = config
         self._native = load_native()
+        self._compact = compact
         self._weights, self._shapes = weights, check_names(weights, config)
         self._like = embedding = take_weight(weights, "embedding", self._shapes)
         self.dtype = embedding.dtype
-        self._panels = torch.empty(self._total_bytes(), dtype=torch.uint8)
-        self._used = 0
-        self._native.advise_huge_pages(self._panels.data_ptr(), self._panels.numel())
+        self._chunks: List[torch.Tensor] = []
+        self._room = 0  # bytes left in the last chunk
         self._tensors: List[torch.Tensor] = []  # what the compiled side points to beside panels
+        self.weight_bytes = 0
 
         head = self._linear("embedding" if config.tied_head else "head", None)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -173,19 +176,6 @@ class NativeDecoder:
             layer[name] = self._linear(f"layers.{i}.{name}", f"layers.{i}.{name}_bias")
         return layer
 
-    def _total_bytes(self) -> int:
-        names = [name for name, shape in self._shapes.items() if len(shape) == 2]
-        if not self.config.tied_head:
-            names.remove("embedding")
-        return sum(self._num_panels(name) * self._panel_bytes(name) for name in names)
-
-    def _panel_bytes(self, name: str) -> int:
-        return self._native.panel_bytes(ELEMENT_CODES[self.dtype], self._shapes[name][1])
-
-    def _num_panels(self, name: str) -> int:
-        parts = 2 if name.endswith("gate_up") else 1  # gate and up, panels of each in turn
-        return parts * -(-self._shapes[name][0] // parts // PANEL)
-
     def _take(self, name: str) -> torch.Tensor:
         return self._like if name == "embedding" else take_weight(self._weights, name, self._shapes, self._like)
 
@@ -198,37 +188,34 @@ class NativeDecoder:
         return self._keep(self._take(name).float() + self.config.norm_weight_offset) if name in self._shapes else 0
 
     def _linear(self, name: str, bias_name: Optional[str]) -> Dict[str, int]:
-        """Pack a matrix behind those packed before."""
-        weight, num_panels = self._take(name), self._num_panels(name)
-        interleave = name.endswith("gate_up")
-        panels = self._panels.data_ptr() + self._used
-        self._used += num_panels * self._panel_bytes(name)
-        self._native.pack_panels(
-            element=ELEMENT_CODES[self.dtype],
-            weights=weight.data_ptr(),
-            row_stride=weight.stride(0),
-            num_outputs=weight.shape[0],
-            depth=weight.shape[1],
-            interleave=interleave,
-            panels=panels,
-            num_threads=torch.get_num_threads(),
-        )
-        bias = 0
-        if bias_name in self._shapes:
-            padded = torch.zeros(num_panels * PANEL)
-            values = self._take(bias_name).float()
-            if interleave:
-                halves = padded.view(-1, 2, PANEL)
-                for part, half in enumerate(values.chunk(2)):
-                    own = torch.zeros(halves.shape[0] * PANEL)
-                    own[: half.shape[0]] = half
-                    halves[:, part] = own.view(-1, PANEL)
-            else:
-                padded[: values.shape[0]] = values
-            bias = self._keep(padded)
-        return {
-            "panels": panels,
-            "bias": bias,
-            "outputs": num_panels * PANEL if interleave else weight.shape[0],
-            "depth": weight.shape[1],
-        }
+        """Pack a matrix."""
+        weight, halves = self._take(name), name.endswith("gate_up")  # gate and up, panels of each in turn
+        code = ELEMENT_CODES[self.dtype]
+        matrix = (code, weight.data_ptr(), weight.stride(0), weight.shape[0], weight.shape[1], halves)
+        num_threads = torch.get_num_threads()
+        coding = self._native.smallest_coding(matrix, num_threads) if self._compact else code
+        panels = self._room_for(self._native.packed_bytes(matrix, coding))
+        self._native.pack_weights(matrix, coding, panels, num_threads)
+        parts = 2 if halves else 1
+        padded = -(-weight.shape[0] // parts // PANEL) * PANEL  # outputs of a part, in whole panels
+        bias = self._bias(bias_name, parts, padded) if bias_name in self._shapes else 0
+        outputs = parts * padded if halves else weight.shape[0]
+        return {"coding": coding, "panels": panels, "bias": bias, "outputs": outputs, "depth": weight.shape[1]}
+
+    def _bias(self, name: str, parts: int, padded: int) -> int:
+        """The address of a bias in the order of its matrix's panels, zeros where those have no output."""
+        values = torch.zeros(parts, padded)
+        values[:, : self._shapes[name][0] // parts] = self._take(name).float().view(parts, -1)
+        return self._keep(values.view(parts, -1, PANEL).transpose(0, 1).contiguous())
+
+    def _room_for(self, num_bytes: int) -> int:
+        """The address of memory for panels."""
+        self.weight_bytes += num_bytes
+        if num_bytes > self._room:
+            chunk = torch.empty(max(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+            self._native.advise_huge_pages(chunk.data_ptr(), chunk.numel())
+            self._chunks.append(chunk)
+            self._room = chunk.numel()
+        at = self._chunks[-1].data_ptr() + self._chunks[-1].numel() - self._room
+        self._room -= num_bytes
+        return at
