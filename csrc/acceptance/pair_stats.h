@@ -125,9 +125,8 @@ class PairStats {
         RowPair<Real> pair;
         pair.draft = draft_.scale();
         pair.target = target_.scale();
-        pair.log_shift = static_cast<Real>(std::log(draft_.total()) - std::log(target_.total()));
-        pair.draft_factor = static_cast<Real>(1 / draft_.total());
-        pair.target_factor = static_cast<Real>(1 / target_.total());
+        pair.total_ratio = static_cast<Real>(draft_.total() / target_.total());
+        pair.log_shift = static_cast<Real>(std::log(draft_.total() / target_.total()));
         pair.log_keep = static_cast<Real>(std::log(1 - options.alpha));
         pair.log_beta = static_cast<Real>(std::log(options.beta));
         pair.second_sign = options.undershoot ? -1 : 1;
@@ -145,7 +144,7 @@ class PairStats {
         const double of_draft = 1 / draft_.total(), of_target = 1 / target_.total();
         stats.value[STAT_KL_DRAFT_TARGET] = static_cast<Real>(sum[SUM_KL_DRAFT_TARGET] * of_draft);
         stats.value[STAT_KL_TARGET_DRAFT] = static_cast<Real>(sum[SUM_KL_TARGET_DRAFT] * of_target);
-        stats.value[STAT_TV] = static_cast<Real>(sum[SUM_DIFFERENCE] / 2);
+        stats.value[STAT_TV] = static_cast<Real>(sum[SUM_DIFFERENCE] * of_draft / 2);
         stats.value[STAT_COST] =
             static_cast<Real>(sum[SUM_COST_DRAFT] * of_draft + sum[SUM_COST_TARGET] * of_target);
         stats.value[STAT_DRAFT_ENTROPY] = entropy_of(draft_, sum[SUM_DRAFT_LOGITS]);
