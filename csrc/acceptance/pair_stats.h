@@ -86,6 +86,9 @@ class PairStats {
     RowLaw<Real>& target() { return target_; }
 
   private:
+    // Half the smallest positive number, where exp begins to round to it: log(2^-150) or log(2^-1075).
+    static constexpr double LOG_SMALLEST = sizeof(Real) == 8 ? -745.13321910194122 : -103.97207708399179;
+
     struct Sums {
         double sum[NUM_PAIR_SUMS];
     };
@@ -127,6 +130,8 @@ class PairStats {
         pair.target = target_.scale();
         pair.total_ratio = static_cast<Real>(draft_.total() / target_.total());
         pair.log_shift = static_cast<Real>(std::log(draft_.total() / target_.total()));
+        pair.draft_floor = static_cast<Real>(LOG_SMALLEST + std::log(draft_.total()));
+        pair.target_floor = static_cast<Real>(LOG_SMALLEST + std::log(target_.total()));
         pair.log_keep = static_cast<Real>(std::log(1 - options.alpha));
         pair.log_beta = static_cast<Real>(std::log(options.beta));
         pair.second_sign = options.undershoot ? -1 : 1;

@@ -29,6 +29,8 @@ struct RowPair {
     RowScale<Real> target;
     Real total_ratio;  // total of the draft's weights / total of the target's
     Real log_shift;    // its logarithm: log p - log q is the difference of the scaled logits less this
+    Real draft_floor;  // a scaled logit above it is a probability above 0 in Real, however small
+    Real target_floor;
     Real log_keep;     // log(1 - alpha) of the cost's first term
     Real log_beta;     // of its second
     Real second_sign;  // +1: overshoot, -1: undershoot

@@ -91,6 +91,20 @@ def test_rows_far_apart_and_weights_too_small_for_float32() -> None:
     assert_as_accurate_as_torch(acceptance_stats(**rows, impl="native"), rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_mass_too_small_to_weigh_still_makes_a_divergence_infinite(dtype: torch.dtype) -> None:
+    # Id 1 is masked in one of the rows; in the other it is likely, hardly there, or nothing even to the reference.
+    inf, smallest = float("inf"), 103 if dtype == torch.float32 else 744
+    for depth, has_mass in ((0, True), (smallest * 0.6, True), (smallest - 1, True), (smallest + 5, False)):
+        row, masked = torch.tensor([[0.0, -depth]], dtype=dtype), torch.tensor([[0.0, -inf]], dtype=dtype)
+        for impl in ("reference", "native"):
+            for draft, target, name in ((row, masked, "kl_draft_target"), (masked, row, "kl_target_draft")):
+                found = acceptance_stats(draft, target, torch.tensor([0]), temperature=torch.ones(1), impl=impl)
+                assert bool(getattr(found, name).isinf()) == has_mass
+                assert bool(found.rkl.isinf()) == (has_mass and name == "kl_draft_target")
+                assert not found.draft_entropy.isnan()
+
+
 def walk(chains: dict, criterion: str, impl: str, stretch: float = 1.0, has_draft: bool = True) -> GateVerdict:
     sequences = len(chains["temperature"])
     accept, escalate = (torch.full((sequences,), level * stretch) for level in CRITERIA[criterion])
