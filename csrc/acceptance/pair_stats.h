@@ -1,7 +1,6 @@
 // The statistics of a draft row p and a target row q, and of a token judged under them: two passes over the logits.
 #pragma once
 
-#include <cmath>
 #include <limits>
 #include <memory>
 
@@ -63,8 +62,8 @@ class PairStats {
             stats.target_argmax = static_cast<int32_t>(target_.argmax());
             if (has_token) {
                 const double logit = target_.scaled(target_.row().at(token));
-                stats.value[STAT_RATIO] = static_cast<Real>(std::exp(logit));
-                stats.value[STAT_TARGET_LOGPROB] = static_cast<Real>(logit - std::log(target_.total()));
+                stats.value[STAT_RATIO] = static_cast<Real>(exp_nonpositive(logit));
+                stats.value[STAT_TARGET_LOGPROB] = static_cast<Real>(logit - log_positive(target_.total()));
             }
         }
         if (has_draft_) {
@@ -95,12 +94,12 @@ class PairStats {
 
     Real draft_logprob(int64_t token) const {
         if (token >= draft_.row().width()) return -std::numeric_limits<Real>::infinity();
-        return static_cast<Real>(draft_.scaled(draft_.row().at(token)) - std::log(draft_.total()));
+        return static_cast<Real>(draft_.scaled(draft_.row().at(token)) - log_positive(draft_.total()));
     }
 
     // - sum p log p = log(total) - sum of weight * scaled logit / total: nothing cancels.
     static Real entropy_of(const RowLaw<Real>& law, double weighted_logits) {
-        return static_cast<Real>(std::log(law.total()) - weighted_logits / law.total());
+        return static_cast<Real>(log_positive(law.total()) - weighted_logits / law.total());
     }
 
     Real entropy(const RowLaw<Real>& law) {
@@ -129,11 +128,11 @@ class PairStats {
         pair.draft = draft_.scale();
         pair.target = target_.scale();
         pair.total_ratio = static_cast<Real>(draft_.total() / target_.total());
-        pair.log_shift = static_cast<Real>(std::log(draft_.total() / target_.total()));
-        pair.draft_floor = static_cast<Real>(LOG_SMALLEST + std::log(draft_.total()));
-        pair.target_floor = static_cast<Real>(LOG_SMALLEST + std::log(target_.total()));
-        pair.log_keep = static_cast<Real>(std::log(1 - options.alpha));
-        pair.log_beta = static_cast<Real>(std::log(options.beta));
+        pair.log_shift = static_cast<Real>(log_positive(draft_.total() / target_.total()));
+        pair.draft_floor = static_cast<Real>(LOG_SMALLEST + log_positive(draft_.total()));
+        pair.target_floor = static_cast<Real>(LOG_SMALLEST + log_positive(target_.total()));
+        pair.log_keep = static_cast<Real>(log_positive(1 - options.alpha));
+        pair.log_beta = static_cast<Real>(log_positive(options.beta));
         pair.second_sign = options.undershoot ? -1 : 1;
         parallel_for(target_.num_chunks(), num_threads_, [&](int64_t c, int) {
             ChunkBuffer<Real> draft_buffer, target_buffer;

@@ -1,6 +1,6 @@
 #include "binding.h"
-#include "sampling/logit_rows.h"
 #include "sampling/philox.h"
+#include "sampling/scalar_math.h"
 
 namespace py = pybind11;
 
@@ -17,7 +17,7 @@ void exp_row(Address values, Address out, int64_t count) {
     row_kernels<Real>().weigh(at<const Real>(values), count, {0, 1}, at<Real>(out));
 }
 
-void exp_nonpositive(Address values, Address out, int64_t count, bool is_float64) {
+void exp_rows(Address values, Address out, int64_t count, bool is_float64) {
     (is_float64 ? exp_row<double> : exp_row<float>)(values, out, count);
 }
 
@@ -26,8 +26,9 @@ void exp_nonpositive(Address values, Address out, int64_t count, bool is_float64
 void bind_sampling(py::module_& m) {
     m.def("uniforms", &uniforms, NoGil(), py::arg("seeds"), py::arg("draws"), py::arg("out"),
           py::arg("num_sequences"), py::arg("num_slots"));
-    m.def("exp_nonpositive", &exp_nonpositive, NoGil(), py::arg("values"), py::arg("out"), py::arg("count"),
-          py::arg("is_float64"), "exp of values <= 0 as the row kernels compute it: their accuracy is tested.");
+    m.def("exp_nonpositive", &exp_rows, NoGil(), py::arg("values"), py::arg("out"), py::arg("count"),
+          py::arg("is_float64"), "exp of values <= 0 as the row kernels compute it: its accuracy is tested.");
+    m.def("log_positive", &log_positive, py::arg("x"), "log of one number, likewise.");
 }
 
 }  // namespace viasd

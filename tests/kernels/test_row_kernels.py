@@ -49,6 +49,24 @@ def test_exp_is_within_1_1_units_in_the_last_place() -> None:
         assert exp_nonpositive(beyond).tolist() == [0.0] * 4
 
 
+def test_log_is_within_2_units_in_the_last_place() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat(
+        [
+            1 + torch.rand(20_000, generator=generator, dtype=torch.float64),
+            2 ** (2000 * torch.rand(20_000, generator=generator, dtype=torch.float64) - 1000),
+            1 + 2.0 ** -torch.arange(1, 53, dtype=torch.float64),
+            1 - 2.0 ** -torch.arange(1, 53, dtype=torch.float64),
+        ]
+    )
+    native = load_native()
+    found = np.array([native.log_positive(value) for value in values.tolist()])
+    exact = np.log(values.numpy().astype(np.longdouble))
+    ulp = np.ldexp(np.longdouble(1), np.frexp(np.abs(exact))[1] - 53)
+    assert (np.abs(found - exact) / ulp).max() <= 2
+    assert native.log_positive(1.0) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_exp_has_the_same_bits_on_every_processor(dtype: torch.dtype) -> None:
     values = -90 * torch.rand(100_003, dtype=dtype, generator=torch.Generator().manual_seed(1))
