@@ -2,8 +2,9 @@
 
 import torch
 
-from .checks import resolve_impl
-from .native import load_native
+from .checks import implementations, resolve_impl
+from .library import register_op
+from .native import load_native, ready
 
 
 def draw_from_weights(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
@@ -56,9 +57,10 @@ def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int, *, impl: str = "a
         raise ValueError(f"uniforms: seeds and draws must both be [B], got {list(seeds.shape)}, {list(draws.shape)}")
     if n < 0:
         raise ValueError(f"uniforms: n must be >= 0, got {n}")
-    available = ("reference", "native") if seeds.device.type == "cpu" else ("reference",)
-    if resolve_impl("uniforms", impl, seeds.device, available) == "native":
-        return _uniforms_native(seeds.long().contiguous(), draws.long().contiguous(), n)
+    return uniforms_op(seeds, draws, n, resolve_impl("uniforms", impl, seeds.device, implementations(seeds.device)))
+
+
+def _uniforms_reference(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
     blocks = torch.arange((n + 1) // 2, device=seeds.device)
     seeds, draws = seeds.long().unsqueeze(1), draws.long().unsqueeze(1)
     keys = [seeds & _LOW_32, (seeds >> 32) & _LOW_32]
@@ -79,6 +81,22 @@ def uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int, *, impl: str = "a
 
 
 def _uniforms_native(seeds: torch.Tensor, draws: torch.Tensor, n: int) -> torch.Tensor:
+    seeds, draws = ready(seeds, torch.int64), ready(draws, torch.int64)
     out = torch.empty(seeds.shape[0], n, dtype=torch.float64)
     load_native().uniforms(seeds.data_ptr(), draws.data_ptr(), out.data_ptr(), seeds.shape[0], n)
     return out
+
+
+def _uniforms(seeds: torch.Tensor, draws: torch.Tensor, n: int, impl: str) -> torch.Tensor:
+    if impl == "reference":
+        return _uniforms_reference(seeds, draws, n)
+    if impl == "native":
+        return _uniforms_native(seeds, draws, n)
+    raise NotImplementedError(f"uniforms: no {impl!r} implementation")
+
+
+def _uniforms_fake(seeds: torch.Tensor, draws: torch.Tensor, n: int, impl: str) -> torch.Tensor:
+    return seeds.new_empty((seeds.shape[0], n), dtype=torch.float64)
+
+
+uniforms_op = register_op("uniforms(Tensor seeds, Tensor draws, int n, str impl) -> Tensor", _uniforms, _uniforms_fake)

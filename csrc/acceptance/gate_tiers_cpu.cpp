@@ -1,6 +1,6 @@
 #include "acceptance/gate_tiers_cpu.h"
 
-#include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace viasd {

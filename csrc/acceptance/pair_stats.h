@@ -1,7 +1,6 @@
 // The statistics of a draft row p and a target row q, and of a token judged under them: two passes over the logits.
 #pragma once
 
-#include <cmath>
 #include <limits>
 #include <memory>
 
@@ -63,8 +62,8 @@ class PairStats {
             stats.target_argmax = static_cast<int32_t>(target_.argmax());
             if (has_token) {
                 const double logit = target_.scaled(target_.row().at(token));
-                stats.value[STAT_RATIO] = static_cast<Real>(std::exp(logit));
-                stats.value[STAT_TARGET_LOGPROB] = static_cast<Real>(logit - std::log(target_.total()));
+                stats.value[STAT_RATIO] = static_cast<Real>(exp_nonpositive(logit));
+                stats.value[STAT_TARGET_LOGPROB] = static_cast<Real>(logit - log_positive(target_.total()));
             }
         }
         if (has_draft_) {
@@ -86,18 +85,21 @@ class PairStats {
     RowLaw<Real>& target() { return target_; }
 
   private:
+    // Half the smallest positive number, where exp begins to round to it: log(2^-150) or log(2^-1075).
+    static constexpr double LOG_SMALLEST = sizeof(Real) == 8 ? -745.13321910194122 : -103.97207708399179;
+
     struct Sums {
         double sum[NUM_PAIR_SUMS];
     };
 
     Real draft_logprob(int64_t token) const {
         if (token >= draft_.row().width()) return -std::numeric_limits<Real>::infinity();
-        return static_cast<Real>(draft_.scaled(draft_.row().at(token)) - std::log(draft_.total()));
+        return static_cast<Real>(draft_.scaled(draft_.row().at(token)) - log_positive(draft_.total()));
     }
 
     // - sum p log p = log(total) - sum of weight * scaled logit / total: nothing cancels.
     static Real entropy_of(const RowLaw<Real>& law, double weighted_logits) {
-        return static_cast<Real>(std::log(law.total()) - weighted_logits / law.total());
+        return static_cast<Real>(log_positive(law.total()) - weighted_logits / law.total());
     }
 
     Real entropy(const RowLaw<Real>& law) {
@@ -125,11 +127,12 @@ class PairStats {
         RowPair<Real> pair;
         pair.draft = draft_.scale();
         pair.target = target_.scale();
-        pair.log_shift = static_cast<Real>(std::log(draft_.total()) - std::log(target_.total()));
-        pair.draft_factor = static_cast<Real>(1 / draft_.total());
-        pair.target_factor = static_cast<Real>(1 / target_.total());
-        pair.log_keep = static_cast<Real>(std::log(1 - options.alpha));
-        pair.log_beta = static_cast<Real>(std::log(options.beta));
+        pair.total_ratio = static_cast<Real>(draft_.total() / target_.total());
+        pair.log_shift = static_cast<Real>(log_positive(draft_.total() / target_.total()));
+        pair.draft_floor = static_cast<Real>(LOG_SMALLEST + log_positive(draft_.total()));
+        pair.target_floor = static_cast<Real>(LOG_SMALLEST + log_positive(target_.total()));
+        pair.log_keep = static_cast<Real>(log_positive(1 - options.alpha));
+        pair.log_beta = static_cast<Real>(log_positive(options.beta));
         pair.second_sign = options.undershoot ? -1 : 1;
         parallel_for(target_.num_chunks(), num_threads_, [&](int64_t c, int) {
             ChunkBuffer<Real> draft_buffer, target_buffer;
@@ -145,7 +148,7 @@ class PairStats {
         const double of_draft = 1 / draft_.total(), of_target = 1 / target_.total();
         stats.value[STAT_KL_DRAFT_TARGET] = static_cast<Real>(sum[SUM_KL_DRAFT_TARGET] * of_draft);
         stats.value[STAT_KL_TARGET_DRAFT] = static_cast<Real>(sum[SUM_KL_TARGET_DRAFT] * of_target);
-        stats.value[STAT_TV] = static_cast<Real>(sum[SUM_DIFFERENCE] / 2);
+        stats.value[STAT_TV] = static_cast<Real>(sum[SUM_DIFFERENCE] * of_draft / 2);
         stats.value[STAT_COST] =
             static_cast<Real>(sum[SUM_COST_DRAFT] * of_draft + sum[SUM_COST_TARGET] * of_target);
         stats.value[STAT_DRAFT_ENTROPY] = entropy_of(draft_, sum[SUM_DRAFT_LOGITS]);

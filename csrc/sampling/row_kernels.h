@@ -27,19 +27,20 @@ template <class Real>
 struct RowPair {
     RowScale<Real> draft;
     RowScale<Real> target;
-    Real log_shift;     // log of draft total / target total: log p - log q is the difference of scaled logits less this
-    Real draft_factor;  // 1 / total of the draft weights
-    Real target_factor;
-    Real log_keep;       // log(1 - alpha) of the cost's first term
-    Real log_beta;       // of its second
-    Real second_sign;    // +1: overshoot, -1: undershoot
+    Real total_ratio;  // total of the draft's weights / total of the target's
+    Real log_shift;    // its logarithm: log p - log q is the difference of the scaled logits less this
+    Real draft_floor;  // a scaled logit above it is a probability above 0 in Real, however small
+    Real target_floor;
+    Real log_keep;     // log(1 - alpha) of the cost's first term
+    Real log_beta;     // of its second
+    Real second_sign;  // +1: overshoot, -1: undershoot
 };
 
 // What `pair_sums` adds up; w are weights, s scaled logits, 0 * anything = 0.
 enum PairSum {
     SUM_KL_DRAFT_TARGET,  // w_p (log p - log q)
     SUM_KL_TARGET_DRAFT,  // w_q (log q - log p)
-    SUM_DIFFERENCE,       // |p - q|
+    SUM_DIFFERENCE,       // |w_p - total_ratio w_q|, which is |p - q| times the draft's total
     SUM_COST_DRAFT,       // w_p relu(log_keep + log p - log q)
     SUM_COST_TARGET,      // w_q relu(log_beta +- (log p - log q))
     SUM_DRAFT_LOGITS,     // w_p s_p

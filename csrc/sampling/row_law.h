@@ -1,11 +1,10 @@
 // The distribution of one row: softmax(logits / temperature), never written down unless a rejection changes it.
 #pragma once
 
-#include <cmath>
 #include <limits>
 #include <memory>
 
-#include "sampling/logit_rows.h"
+#include "sampling/scalar_math.h"
 #include "threads.h"
 
 namespace viasd {
@@ -70,7 +69,7 @@ class RowLaw {
         });
         const int32_t status = find_status();
         if (status) return status;
-        for (int64_t c = 0; c < num_chunks_; ++c) chunks_[c].scale = std::exp(scaled(chunks_[c].peak.highest));
+        for (int64_t c = 0; c < num_chunks_; ++c) chunks_[c].scale = exp_nonpositive(scaled(chunks_[c].peak.highest));
         add_masses();
         return 0;
     }
@@ -86,9 +85,10 @@ class RowLaw {
     // (logit - highest) / temperature, in the accumulation dtype.
     double scaled(Real logit) const { return (logit - highest_) / temperature_; }
 
+    // Rounded to the accumulation dtype, in which it can be 0 where no logit is -inf.
     double prob(int64_t id) const {
-        if (!written_) return std::exp(scaled(row_.at(id))) / total_;
-        return total_ > 0 ? weights_[id] / total_ : 0.0;
+        if (!written_) return static_cast<Real>(exp_nonpositive(scaled(row_.at(id))) / total_);
+        return total_ > 0 ? static_cast<Real>(weights_[id] / total_) : 0;
     }
 
     // By the one sampling rule; -1 where nothing has mass.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from viasd_kernels.native import load_native
+
 
 @pytest.fixture
 def one_thread():
@@ -11,3 +13,26 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def cpu_level(request):
+    """The test runs on each compiled variant that this processor supports."""
+    native = load_native()
+    try:
+        native.set_cpu_level(request.param)
+    except ValueError:
+        pytest.skip(f"this processor does not support {request.param}")
+    yield request.param
+    native.set_cpu_level("auto")
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that torch hands out uninitialised holds NaN, or the largest integer: what an op leaves out shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

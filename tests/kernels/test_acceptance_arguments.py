@@ -83,7 +83,7 @@ def test_gate_tiers_refuses(changes, error, message):
         ({"gate": "ratio"}, TypeError, "gate must be a Gate, got str"),
         ({"gate": Gate("tv", torch.zeros(3), torch.ones(3))}, ValueError, r"gate.accept must have shape \[2\], got"),
         ({"draft_logits": None}, ValueError, "draft_logits must be given for the criterion 'tv', got None"),
-        ({"impl": "native"}, NotImplementedError, "no 'native' implementation for cpu tensors; available: reference"),
+        ({"impl": "triton"}, NotImplementedError, "no 'triton' implementation for cpu tensors; available: reference"),
     ],
 )
 def test_gate_tiers_refuses_gates(changes, error, message):
@@ -136,7 +136,7 @@ def test_equal_thresholds_are_allowed_and_a_gate_is_frozen():
         ({"temperature": torch.ones(2)}, ValueError, r"temperature must have shape \[5\], got \[2\]"),
         ({"draft_logits": torch.zeros(ROWS, 8)}, ValueError, "draft_logits must have between 1 and 7 columns"),
         ({"target_logits": [[0.0]]}, TypeError, "target_logits must be a tensor, got list"),
-        ({"impl": "native"}, NotImplementedError, "no 'native' implementation for cpu tensors"),
+        ({"impl": "triton"}, NotImplementedError, "no 'triton' implementation for cpu tensors"),
     ],
 )
 def test_acceptance_stats_refuses(changes, error, message):
@@ -167,8 +167,8 @@ def test_any_outer_stride(impl):
     dense = arguments(target_logits=target.contiguous(), draft_logits=draft.contiguous(), impl=impl)
     for first, second in zip(accept_chain(**strided), accept_chain(**dense), strict=True):
         assert torch.equal(first, second)
-    first = gate_tiers(**gate_arguments(slim_logits=target, draft_logits=draft))
-    second = gate_tiers(**gate_arguments(slim_logits=target.contiguous(), draft_logits=draft.contiguous()))
+    first = gate_tiers(**gate_arguments(slim_logits=target, draft_logits=draft, impl=impl))
+    second = gate_tiers(**gate_arguments(slim_logits=target.contiguous(), draft_logits=draft.contiguous(), impl=impl))
     assert torch.equal(first.tokens, second.tokens)
     assert torch.equal(first.stats.tv.nan_to_num(9), second.stats.tv.nan_to_num(9))
 
@@ -177,7 +177,7 @@ def test_any_outer_stride(impl):
 def test_inputs_are_left_alone(impl):
     valid = gate_arguments()
     before = {name: value.clone() for name, value in valid.items() if isinstance(value, torch.Tensor)}
-    gate_tiers(**valid)
+    gate_tiers(**valid, impl=impl)
     valid["target_logits"] = valid.pop("slim_logits")
     del valid["gate"]
     accept_chain(**valid, impl=impl)
@@ -190,10 +190,11 @@ def test_inputs_are_left_alone(impl):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("undershoot", [False, True])
-def test_opcheck_acceptance_stats(dtype, undershoot):
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_opcheck_acceptance_stats(impl, dtype, undershoot):
     draft, target = arguments()["draft_logits"].to(dtype), arguments()["target_logits"].to(dtype)
     tokens, temperature = torch.arange(ROWS), torch.ones(ROWS)
-    values = (draft, target, tokens, temperature, 0.5, 0.3, undershoot, "reference")
+    values = (draft, target, tokens, temperature, 0.5, 0.3, undershoot, impl)
     torch.library.opcheck(op.acceptance_stats, values)
 
 
@@ -210,16 +211,18 @@ def test_opcheck_accept_chain(impl, drafted, index_dtype):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("criterion", ["ratio", "ratio, no draft", "tv", "kl"])
-def test_opcheck_gate_tiers(criterion, index_dtype):
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_opcheck_gate_tiers(impl, criterion, index_dtype):
     valid = arguments()
     draft = None if "no draft" in criterion else valid["draft_logits"]
     thresholds = (torch.full((2,), 0.5), torch.full((2,), 0.5))
     rows = (valid["row_tokens"].to(index_dtype), valid["target_logits"], valid["uniforms"], valid["row_start"])
-    values = (*rows, criterion.split(",")[0], *thresholds, valid["temperature"], draft, "reference")
+    values = (*rows, criterion.split(",")[0], *thresholds, valid["temperature"], draft, impl)
     # opcheck's own comparison under tracing takes NaN, which every unjudged row has, for a difference: ours does not.
     torch.library.opcheck(
         op.gate_tiers, values, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+    torch.compiler.reset()  # every test compiles the same function: they would count as its recompilations
     traced = torch.compile(op.gate_tiers, backend="aot_eager", dynamic=True, fullgraph=True)(*values)
     for found, expected in zip(traced, op.gate_tiers(*values), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,13 +1,30 @@
 """compact_kv: rows on the path move to the front, everything else stays, moves may overlap."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from viasd_kernels import tree_verify
 from viasd_kernels.tree_verify import compact_kv
 from viasd_kernels.tree_verify.op import compact_kv_op
 
 # Rows per sequence, the accepted path of each, and where its first row lies in a cache of 12 positions.
 LENGTHS, PATHS, STARTS = [6, 1, 0, 5, 4], [[0, 2, 3, 5], [0], [], [0, 1, 2, 3, 4], [0, 3]], [4, 11, 12, 0, 8]
+
+
+@pytest.fixture(params=["reference", "native"], autouse=True)
+def impl(request, monkeypatch):
+    """Every test of this file holds for each implementation."""
+    monkeypatch.setitem(globals(), "compact_kv", partial(tree_verify.compact_kv, impl=request.param))
+    return request.param
+
+
+LAYOUTS = {
+    "heads one behind the other": torch.clone,
+    "heads outside positions": lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps between heads": lambda cache: torch.cat([cache, cache], 3)[..., : cache.shape[3]],
+}
 
 
 def inputs(index_dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...]:
@@ -86,9 +103,51 @@ def test_arguments_are_checked_before_anything_moves() -> None:
     k, v = caches()
     with pytest.raises(ValueError, match=r"v must have shape \[5, 12, 2, 3\], got \[5, 11, 2, 3\]"):
         compact_kv(k, v[:, 1:], path, num_accepted, row_start, start)
-    with pytest.raises(NotImplementedError, match="no 'native' implementation"):
-        compact_kv(k, v, path, num_accepted, row_start, start, impl="native")
+    with pytest.raises(NotImplementedError, match="no 'triton' implementation"):
+        compact_kv(k, v, path, num_accepted, row_start, start, impl="triton")
 
 
-def test_opcheck() -> None:
-    torch.library.opcheck(compact_kv_op, (*caches(), *inputs(), "reference"))
+def test_native_moves_nothing_astray_even_unchecked() -> None:
+    path, num_accepted, row_start, start = inputs()
+    for wrong in (
+        (path, num_accepted, row_start, start + 1),
+        (path, num_accepted, row_start, start - 1),
+        (path, num_accepted + 2, row_start, start),
+        (path, num_accepted - 1, row_start, start),
+        (path.masked_fill(path == 5, 6), num_accepted, row_start, start),
+        (path.masked_fill(path == 5, -1), num_accepted, row_start, start),
+        (path, num_accepted, row_start + 1, start),
+    ):
+        k, v = caches()
+        with pytest.raises(ValueError, match=r"row_start|rows"):
+            tree_verify.compact_kv(k, v, *wrong, impl="native", check=False)
+        assert torch.equal(k, caches()[0])
+        assert torch.equal(v, caches()[1])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_caches_of_any_layout_move_the_same(layout: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, sequences = 9, 24
+    paths = [torch.randint(rows, (rows,), generator=generator) for _ in range(sequences)]
+    paths[::2] = [path.sort().values.maximum(torch.arange(rows)) for path in paths[::2]]  # in order; the others not
+    num_accepted = torch.randint(rows, (sequences,), generator=generator)
+    moves = (torch.cat(paths), num_accepted, torch.arange(sequences + 1) * rows, torch.arange(sequences))
+    cache = torch.randn(sequences, 40, 4, 32, generator=generator)
+    want = cache.clone()
+    for b, path in enumerate(paths):
+        kept = path[: int(num_accepted[b]) + 1]
+        want[b, b : b + len(kept)] = cache[b, b + kept]
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        k, v = LAYOUTS[layout](cache), LAYOUTS[layout](cache)
+        version = k._version
+        compact_kv(k, v, *moves)
+        assert torch.equal(k, want)
+        assert torch.equal(v, want)
+        assert k._version > version
+
+
+def test_opcheck(impl: str) -> None:
+    torch.library.opcheck(compact_kv_op, (*caches(), *inputs(), impl))

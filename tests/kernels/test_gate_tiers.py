@@ -1,12 +1,13 @@
 """gate_tiers: the walk, every region under every criterion, and what ends it."""
 
+from functools import partial
 from math import exp, inf, log, nan
 
 import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from viasd_kernels import Status, uniforms
+from viasd_kernels import Status, acceptance, uniforms
 from viasd_kernels.acceptance import Gate, Region, acceptance_stats, gate_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,6 +16,13 @@ LARGEST_COIN = 1 - 2.0**-53
 COINS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, LARGEST_COIN)
 NONE, A, B, C = (int(region) for region in Region)
 DEFAULTS = {"ratio": (0.60, 0.30), "tv": (0.2, 0.6), "kl": (0.1, 1.0)}
+
+
+@pytest.fixture(params=["reference", "native"], autouse=True)
+def _implementation(request, monkeypatch):
+    """Every test of this file holds for each implementation."""
+    for op in (acceptance.gate_tiers, acceptance.acceptance_stats):
+        monkeypatch.setitem(globals(), op.__name__, partial(op, impl=request.param))
 
 
 def logs(*probabilities):

@@ -2,42 +2,12 @@
 
 import pytest
 import torch
+from chain_cases import DTYPES, LAST_COIN, random_chains
 
 from viasd_kernels import ChainVerdict, Status, accept_chain
 from viasd_kernels.acceptance.op import accept_chain as accept_chain_op
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-LAST_COIN = 1 - 2.0**-53
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-
-
-def random_batch(seed: int, dtype: torch.dtype, sequences: int, vocab: int) -> dict:
-    """Ragged chains from the head of each proposal; -1, ids out of range, bad rows and greedy sequences among them."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 8, (sequences,), generator=generator)
-    row_start = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    rows = int(row_start[-1])
-    target = torch.randn(rows, vocab, generator=generator) * 2
-    target = target.masked_fill(torch.rand(target.shape, generator=generator) < 0.1, float("-inf")).to(dtype)
-    draft = (target.float().clamp(min=-3) + torch.randn(target.shape, generator=generator)).to(dtype)
-    draft = draft[:, : vocab - 1].contiguous()
-    for logits in (target, draft):
-        logits[torch.rand(rows, generator=generator) < 0.01] = float("nan")
-        logits[torch.rand(rows, generator=generator) < 0.01] = float("-inf")
-        logits[torch.rand(rows, generator=generator) < 0.01, 3] = float("inf")
-    heads = draft.float().nan_to_num(0).topk(3).indices.roll(1, 0)
-    tokens = heads.gather(1, torch.randint(0, 3, (rows, 1), generator=generator)).squeeze(1)
-    for token in (-1, -2, vocab, vocab - 1, 2**40):
-        tokens[torch.rand(rows, generator=generator) < 0.02] = token
-    return {
-        "row_tokens": tokens,
-        "target_logits": target,
-        "uniforms": torch.rand(rows, generator=generator, dtype=torch.float64),
-        "row_start": row_start,
-        "temperature": torch.tensor([0.0, 0.7, 1.3])[torch.randint(3, (sequences,), generator=generator)],
-        "draft_logits": draft,
-    }
+pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
 
 
 def run(batch: dict, impl: str, stretch: float = 1.0) -> ChainVerdict:
@@ -52,7 +22,7 @@ def same_sequences(left: ChainVerdict, right: ChainVerdict) -> torch.Tensor:
 @pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_the_reference(dtype: torch.dtype, has_draft: bool) -> None:
-    batch = random_batch(3, dtype, 2000, 37)
+    batch = random_chains(3, dtype, 2000, 37)
     if not has_draft:
         batch["draft_logits"] = None
     expected, found = run(batch, "reference"), run(batch, "native")
@@ -68,14 +38,14 @@ def test_equals_the_reference(dtype: torch.dtype, has_draft: bool) -> None:
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.float64], ids=str)
 def test_target_and_draft_of_different_dtypes(target_dtype: torch.dtype) -> None:
-    batch = random_batch(4, torch.float32, 500, 11)
+    batch = random_chains(4, torch.float32, 500, 11)
     batch["target_logits"] = batch["target_logits"].to(target_dtype)
     batch["draft_logits"] = batch["draft_logits"].to(torch.float16 if target_dtype == torch.float64 else torch.float64)
     assert same_sequences(run(batch, "reference"), run(batch, "native")).all()
 
 
 def test_equals_the_reference_on_a_large_vocabulary_and_with_strides() -> None:
-    batch = random_batch(5, torch.float32, 12, 150_001)
+    batch = random_chains(5, torch.float32, 12, 150_001)
     expected = run(batch, "reference")
     assert same_sequences(expected, run(batch, "native")).all()
     for name in ("target_logits", "draft_logits"):
@@ -102,7 +72,7 @@ def test_an_empty_residual_falls_back_to_the_target_row() -> None:
 
 
 def test_refuses_a_wrong_row_start_even_unchecked() -> None:
-    batch = random_batch(6, torch.float32, 2, 5)
+    batch = random_chains(6, torch.float32, 2, 5)
     for row_start in ([0, 1, 99], [1, 1, len(batch["row_tokens"])], [0, 9, len(batch["row_tokens"])]):
         with pytest.raises(ValueError, match="row_start"):
             run(batch | {"row_start": torch.tensor(row_start)}, "native")
@@ -110,7 +80,7 @@ def test_refuses_a_wrong_row_start_even_unchecked() -> None:
 
 @pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
 def test_opcheck(has_draft: bool) -> None:
-    inputs = list(random_batch(7, torch.float32, 3, 5).values())
+    inputs = list(random_chains(7, torch.float32, 3, 5).values())
     if not has_draft:
         inputs[-1] = None
     torch.library.opcheck(accept_chain_op, (*inputs, "native"))

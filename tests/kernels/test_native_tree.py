@@ -10,7 +10,7 @@ from viasd_kernels import uniforms
 from viasd_kernels.native import load_native
 from viasd_kernels.tree_verify import Tree, TreeVerdict, build_tree, verify_tree
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
 
 LAST_COIN = 1 - 2.0**-53
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -151,6 +151,7 @@ def test_verify_tree_refuses_a_wrong_row_start_even_unchecked() -> None:
             )
 
 
+@pytest.mark.usefixtures("cpu_level")
 def test_half_precision_is_read_exactly() -> None:
     # Every float16 and bfloat16 value is the largest once: the argmax among it, its neighbours and -inf must agree.
     for dtype in (torch.float16, torch.bfloat16):

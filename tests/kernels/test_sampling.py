@@ -5,6 +5,7 @@ import torch
 from scipy import stats
 
 from viasd_kernels import draw_from_weights, uniforms
+from viasd_kernels.sampling import uniforms_op
 
 LARGEST_COIN = 1 - 2.0**-53
 MASK = 0xFFFFFFFF
@@ -161,3 +162,14 @@ def test_draws_follow_their_weights():
     expected = (weights.double() / weights.double().sum() * 200_000)[kept]
     assert counts[~kept].sum() == 0
     assert stats.chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-9
+
+
+@implementations
+def test_uniforms_opcheck(impl):
+    torch.library.opcheck(uniforms_op, (torch.arange(3), torch.arange(3), 5, impl))
+
+
+def test_uniforms_do_not_break_a_compiled_graph():
+    seeds, draws = torch.arange(3), torch.tensor([0, 5, 9])
+    compiled = torch.compile(lambda s, d: 2 * uniforms(s, d, 4), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(seeds, draws), 2 * uniforms(seeds, draws, 4))

@@ -160,9 +160,7 @@ def _per_sequence(row_start: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return row_start.new_empty(row_start.shape[0] - 1, dtype=dtype)
 
 
-def empty_stats(
-    target_logits: torch.Tensor, draft_logits: Optional[torch.Tensor]
-) -> Tuple[torch.Tensor, torch.Tensor]:
+def empty_stats(target_logits: torch.Tensor, draft_logits: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
     """Packed statistics of target_logits' rows, not filled in."""
     num_rows, dtype = target_logits.shape[0], reference.accumulation_dtype(draft_logits, target_logits)
     packed = target_logits.new_empty((len(STATS_ROWS), num_rows), dtype=dtype)
