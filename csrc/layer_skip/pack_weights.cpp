@@ -34,19 +34,24 @@ bool find_levels(const float* values, int64_t count, Levels* out) {
     }
     const double scale = std::ldexp(1.0, unit), inverse = std::ldexp(1.0, -unit);
     int64_t above[LEVEL_BLOCK], step = 0;  // in units
+    double per_step = 0;
+    // Divisions by `step` are products here: every quotient is checked by multiplying back.
+    auto steps_in = [&](int64_t distance) { return static_cast<int64_t>(distance * per_step + 0.5); };
     for (int64_t i = 0; i < count; ++i) {
         const double distance = (static_cast<double>(values[i]) - low) * inverse;
         if (distance > 0x1p52) return false;
         above[i] = static_cast<int64_t>(distance);
-        if (step == 0 || above[i] % step != 0) step = std::gcd(step, above[i]);
+        if (steps_in(above[i]) * step == above[i]) continue;
+        step = std::gcd(step, above[i]);
+        per_step = 1.0 / step;
     }
     const double exact_step = static_cast<double>(step) * scale;
     out->step = static_cast<float>(exact_step);
     out->low = low;
     if (out->step != exact_step) return false;
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t code = step ? above[i] / step : 0;
-        if (code > 255) return false;
+        const int64_t code = steps_in(above[i]);
+        if (code * step != above[i] || code > 255) return false;
         out->codes[i] = static_cast<uint8_t>(code);
         const float product = out->step * static_cast<float>(code);
         if (product != exact_step * code || product + low != values[i]) return false;
