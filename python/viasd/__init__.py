@@ -17,7 +17,7 @@ from viasd.errors import (
     ViasdError,
 )
 from viasd.language_model import LanguageModel, Stream, load
-from viasd.models import Model, TransformersModel
+from viasd.models import Model, SkipModel, TransformersModel
 from viasd.routing import Route
 from viasd.sampling import Sampling
 
@@ -38,6 +38,7 @@ __all__ = [
     "RouteMismatch",
     "Sampling",
     "SelfDrafter",
+    "SkipModel",
     "Speculation",
     "Stats",
     "Stream",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from viasd.decode import DecodeRun, Request, Result, Speculation, Token
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
-from viasd.errors import DecodeError, InvalidInput
-from viasd.models import Model, TransformersModel
+from viasd.errors import DecodeError, InvalidInput, UnsupportedModel
+from viasd.models import Model, SkipModel, TransformersModel
+from viasd.models.hf_mapping import UnknownArchitecture
 from viasd.routing import Route
 from viasd.sampling import Sampling
 from viasd.text import Detokenizer, Prompt, encode, is_batch
@@ -21,6 +22,7 @@ from viasd.text import Detokenizer, Prompt, encode, is_batch
 # Shares of the middle sub-layers that routes bypass before a search has found better ones. Measured on the embedded
 # model: evenly spread, 45 % of the middle leaves 1 % of the full model's choices; a seventh of the attentions, 75 %.
 SLIM_SHARES = {"attention": 0.15, "mlp": 0.0}
+IMPLEMENTATIONS = ("auto", "native", "transformers")
 SELF_DRAFT_SHARES = {"attention": 0.25, "mlp": 0.1}
 
 
@@ -174,13 +176,14 @@ def load(
     speculation: Speculation | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    implementation: str = "auto",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LanguageModel:
     """A language model that decodes in tiers.
 
     Args:
-        model: a folder or hub name, a Transformers model (stays untouched), or None for the embedded default,
-            SmolLM2-135M-Instruct.
+        model: a folder or hub name, a Transformers model (stays untouched; what happens to it later is not seen), or
+            None for the embedded default, SmolLM2-135M-Instruct.
         drafter: "prompt-lookup", "self" (the model itself on a route lighter than the slim tier's default), a smaller
             model with the same vocabulary or its path, any ``Drafter``, or None for plain decoding.
         route: the slim verifier between drafter and full model: a ``Route``, the path of one, "default" (a seventh of
@@ -189,6 +192,10 @@ def load(
         speculation: draft length, gate and the like.
         device, dtype: where and how a model that is loaded here runs; default: CUDA where there is one, float32 on a
             CPU, else the checkpoint's.
+        implementation: of the model's passes, and of a model that drafts. "native": viasd's own, for architectures that
+            it knows (Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3), on a CPU, in float32 or bfloat16; "transformers":
+            the model's own forward, for any decoder-only model; "auto": native where it can be. ``model.reason`` says
+            why it is what it is.
         progress: told ``(what, done, total)`` while the embedded default is converted, once.
 
     Raises:
@@ -196,29 +203,76 @@ def load(
     """
     if not isinstance(speculation, (Speculation, type(None))):
         raise InvalidInput(f"speculation must be a Speculation or None, got {type(speculation).__name__}")
-    target, tokenizer, eos = _target(model, tokenizer, device, dtype, progress)
+    loader = _Loader(device, dtype, implementation)
+    target, tokenizer, eos = _target(model, tokenizer, loader, progress)
     return LanguageModel(
         target,
         tokenizer,
-        drafter=_drafter(drafter, target, tokenizer, device, dtype),
+        drafter=_drafter(drafter, target, tokenizer, loader),
         route=_route(route, target),
         speculation=speculation,
         eos_token_ids=eos,
     )
 
 
-def _target(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: Any) -> tuple[Model, Any, tuple[int, ...]]:
+@dataclass(frozen=True)
+class _Loader:
+    """Turns paths and Transformers models into models over token slots, all in the same way."""
+
+    device: str | torch.device | None
+    dtype: torch.dtype | None
+    implementation: str
+
+    def __post_init__(self) -> None:
+        if self.implementation not in IMPLEMENTATIONS:
+            choices = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise InvalidInput(f"implementation must be one of {choices}, got {self.implementation!r}")
+
+    def over_slots(self, module: nn.Module, name: str | None = None, *, consume: bool = False) -> Model:
+        """``consume``: whether nobody else needs the module."""
+        reason = None
+        if self.implementation != "transformers":
+            try:
+                return SkipModel(module, name, consume=consume)
+            except UnknownArchitecture as error:
+                if self.implementation == "native":
+                    raise UnsupportedModel(f"implementation 'native': {error}") from error
+                reason = f"not native: {error}"
+        return TransformersModel(module, name, reason=reason)
+
+    def read(self, path: str | Path, device: Any = None) -> tuple[nn.Module, Any]:
+        """A Transformers model and its tokenizer (None where the folder has none)."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        device = torch.device(self.device or device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = self.dtype or (torch.float32 if device.type == "cpu" else "auto")
+        if isinstance(path, Path) or path.startswith(("/", ".", "~")):
+            if not Path(path).expanduser().is_dir():
+                raise InvalidInput(f"model: no folder {path}")  # the hub's own message for such a name helps nobody
+            path = Path(path).expanduser()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).to(device).eval()
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"model: cannot load {path}: {str(error).splitlines()[0]}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError):
+            tokenizer = None
+        return model, tokenizer
+
+
+def _target(model: Any, tokenizer: Any, loader: _Loader, progress: Any) -> tuple[Model, Any, tuple[int, ...]]:
     if model is None:
         from viasd.models.embedded import embedded_model
 
         model = embedded_model(progress=progress)
     if isinstance(model, (str, Path)):
         name = Path(model).name
-        model, own_tokenizer = _read(model, device, dtype)
-        tokenizer = tokenizer or own_tokenizer
-        return TransformersModel(model, name), tokenizer, _eos(model)
+        module, own_tokenizer = loader.read(model)
+        eos = _eos(module)
+        return loader.over_slots(module, name, consume=True), tokenizer or own_tokenizer, eos
     if isinstance(model, nn.Module):
-        return TransformersModel(model), tokenizer, _eos(model)
+        return loader.over_slots(model), tokenizer, _eos(model)
     if isinstance(model, TransformersModel):
         return model, tokenizer, _eos(model.model)
     if not (hasattr(model, "forward") and hasattr(model, "new_cache")):
@@ -226,27 +280,6 @@ def _target(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: Any) 
             f"model must be a path, a Transformers model, a viasd Model or None, got {type(model).__name__}"
         )
     return model, tokenizer, ()
-
-
-def _read(path: str | Path, device: Any, dtype: Any) -> tuple[nn.Module, Any]:
-    """A Transformers model and its tokenizer (None where the folder has none)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
-    if isinstance(path, Path) or path.startswith(("/", ".", "~")):
-        if not Path(path).expanduser().is_dir():
-            raise InvalidInput(f"model: no folder {path}")  # the hub's own message for such a name helps nobody
-        path = Path(path).expanduser()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).to(device).eval()
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"model: cannot load {path}: {str(error).splitlines()[0]}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError):
-        tokenizer = None
-    return model, tokenizer
 
 
 def _eos(model: Any) -> tuple[int, ...]:
@@ -268,7 +301,7 @@ def _route(route: str | Path | Route | None, model: Model) -> Route | None:
     return route
 
 
-def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: Any) -> Drafter | None:
+def _drafter(drafter: Any, target: Model, tokenizer: Any, loader: _Loader) -> Drafter | None:
     if drafter is None or isinstance(drafter, Drafter):
         return drafter
     if drafter == "prompt-lookup":
@@ -282,10 +315,10 @@ def _drafter(drafter: Any, target: Model, tokenizer: Any, device: Any, dtype: An
                 f"drafter must be 'prompt-lookup', 'self', a model, the folder of one, or None; got {drafter!r}"
             )
         name = Path(drafter).name
-        module, own_tokenizer = _read(drafter, device or target.device, dtype)
-        small: Model = TransformersModel(module, name)
+        module, own_tokenizer = loader.read(drafter, target.device)
+        small: Model = loader.over_slots(module, name, consume=True)
     elif isinstance(drafter, nn.Module):
-        small = TransformersModel(drafter)
+        small = loader.over_slots(drafter)
     elif hasattr(drafter, "forward") and hasattr(drafter, "new_cache"):
         small = drafter
     else:

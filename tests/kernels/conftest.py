@@ -1,5 +1,6 @@
 """Fixtures of the kernel tests."""
 
+import hf_mapping
 import pytest
 import torch
 
@@ -36,3 +37,9 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(params=["reference", "auto"])
+def each_implementation(request, monkeypatch):
+    """The reference, then what a user gets: native where there is one for the dtype."""
+    monkeypatch.setattr(hf_mapping, "IMPLEMENTATION", request.param)

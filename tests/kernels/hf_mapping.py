@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from viasd_kernels.layer_skip import DecoderConfig, LayerConfig, RopeConfig, SkipDecoder
+from viasd.models.hf_mapping import ModuleWeights, decoder_config
+from viasd_kernels.layer_skip import SkipDecoder
 
 VOCAB = 97
 SIZES = {
@@ -76,88 +77,13 @@ def tiny(name: str, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return model.to(dtype)
 
 
-def decoder_of(model: torch.nn.Module, impl: str = "reference") -> SkipDecoder:
-    return SkipDecoder(map_weights(model), map_config(model.config), impl=impl)
+# Which implementation `decoder_of` takes: the fixture `each_implementation` sets it.
+IMPLEMENTATION = "auto"
 
 
-def map_config(hf) -> DecoderConfig:
-    gemma, gemma2 = hf.model_type in ("gemma2", "gemma3_text"), hf.model_type == "gemma2"
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    has_bias = hf.model_type == "qwen2" or getattr(hf, "attention_bias", False)
-    return DecoderConfig(
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=head_dim,
-        layers=map_layers(hf, head_dim),
-        norm_eps=hf.rms_norm_eps,
-        norm_weight_offset=1.0 if gemma else 0.0,
-        activation="gelu_tanh_mul" if gemma else "silu_mul",
-        attention_scale=hf.query_pre_attn_scalar**-0.5 if gemma else None,
-        # Gemma 3 has the option, but its attention does not use it.
-        attention_soft_cap=hf.attn_logit_softcapping if gemma2 else None,
-        logit_soft_cap=getattr(hf, "final_logit_softcapping", None),
-        embedding_scale=hf.hidden_size**0.5 if gemma else 1.0,
-        qk_norm=hf.model_type in ("qwen3", "gemma3_text"),
-        post_norms=gemma,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias and hf.model_type != "qwen2",
-        mlp_bias=getattr(hf, "mlp_bias", False),
-        tied_head=hf.tie_word_embeddings,
-    )
-
-
-def map_layers(hf, head_dim: int) -> tuple[LayerConfig, ...]:
-    window = getattr(hf, "sliding_window", None)
-    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    layers = []
-    for kind in kinds:
-        rope = hf.rope_parameters.get(kind, hf.rope_parameters)
-        own = {"theta": rope["rope_theta"], "kind": rope["rope_type"]}
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            own["rotary_dim"] = int(head_dim * rope["partial_rotary_factor"])
-        if rope["rope_type"] != "default":
-            own["factor"] = rope["factor"]
-        if rope["rope_type"] == "llama3":
-            own["low_freq_factor"], own["high_freq_factor"] = rope["low_freq_factor"], rope["high_freq_factor"]
-            own["original_max_positions"] = rope["original_max_position_embeddings"]
-        layers.append(LayerConfig(window if kind == "sliding_attention" else None, RopeConfig(**own)))
-    return tuple(layers)
+def decoder_of(model: torch.nn.Module) -> SkipDecoder:
+    return SkipDecoder(ModuleWeights(model), decoder_config(model.config), impl=IMPLEMENTATION)
 
 
 def map_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    state, hf = model.state_dict(), model.config
-    weights = {"embedding": state["model.embed_tokens.weight"], "final_norm": state["model.norm.weight"]}
-    if not hf.tie_word_embeddings:
-        weights["head"] = state["lm_head.weight"]
-    post_norms = hf.model_type.startswith("gemma")
-    names = {
-        "attention_norm": "input_layernorm.weight",
-        "attention_post_norm": "post_attention_layernorm.weight" if post_norms else None,
-        "mlp_norm": "pre_feedforward_layernorm.weight" if post_norms else "post_attention_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-        "qkv": "self_attn.qkv_proj.weight",
-        "q_norm": "self_attn.q_norm.weight",
-        "k_norm": "self_attn.k_norm.weight",
-        "attention_out": "self_attn.o_proj.weight",
-        "attention_out_bias": "self_attn.o_proj.bias",
-        "gate_up": "mlp.gate_up_proj.weight",
-        "mlp_out": "mlp.down_proj.weight",
-        "mlp_out_bias": "mlp.down_proj.bias",
-    }
-    for i in range(hf.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        for own, name in names.items():
-            if name is not None and layer + name in state:
-                weights[f"layers.{i}.{own}"] = state[layer + name]
-        for own, parts in (
-            ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            ("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
-        ):
-            for suffix, kind in (("", "weight"), ("_bias", "bias")):
-                if f"{layer}{parts[0]}.{kind}" in state:
-                    packed = torch.cat([state[f"{layer}{part}.{kind}"] for part in parts])
-                    weights[f"layers.{i}.{own}{suffix}"] = packed
-    return weights
+    return {name: weight.clone() for name, weight in ModuleWeights(model).items()}

@@ -7,6 +7,8 @@ import torch
 from hf_mapping import VARIANTS, decoder_of, tiny
 from skip_sequences import LIMIT, Sequences, difference, plain, some_ids
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 FAMILIES = ["llama", "mistral", "qwen2, two windows", "qwen3", "gemma2", "gemma3"]
 
 

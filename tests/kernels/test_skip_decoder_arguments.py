@@ -220,11 +220,13 @@ def test_a_pool_grows_and_keeps_what_it_holds() -> None:
     pool.reserve(2)
     assert pool.keys is keys
     pool.reserve(4)
-    assert pool.keys.shape == pool.values.shape == (2, 6, 2, 4)
+    assert pool.keys.shape == pool.values.shape == (2, 128, 2, 4)
     assert torch.equal(pool.keys[:, :3], keys)
     assert not pool.keys[:, 3:].any()
-    pool.reserve(40)
-    assert pool.num_slots == 40
+    pool.reserve(300)
+    assert pool.num_slots == 384
+    pool.reserve(385)
+    assert pool.num_slots == 512, "a quarter at least, in blocks of 128"
     with pytest.raises(ValueError, match="num_slots must be >= 0, got -1"):
         KVPool(CONFIG, -1)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_mapping import decoder_of, map_config, map_weights, tiny
+from hf_mapping import decoder_of, map_weights, tiny
 from skip_sequences import LIMIT, Sequences, difference, plain, some_ids
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from viasd.models.hf_mapping import decoder_config
 from viasd_kernels.layer_skip import SkipDecoder
+
+pytestmark = pytest.mark.usefixtures("each_implementation")
 
 FAMILIES = ["llama with biases", "qwen2, two windows", "qwen3", "gemma2", "gemma3"]
 FULL = [(True, True)] * 4
@@ -99,7 +102,7 @@ def test_a_sub_layer_that_no_row_keeps_is_not_run(name: str, by_row: bool) -> No
     model, ids = tiny(name), some_ids(6)
     weights = map_weights(model)
     bypassed = weights_of_bypassed(weights, SLIM)
-    sequences = Sequences(SkipDecoder(weights, map_config(model.config), impl="reference"))
+    sequences = Sequences(SkipDecoder(weights, decoder_config(model.config), impl="reference"))
     route = {"row_route": rows_of([SLIM] * 6)} if by_row else {"route": SLIM}
     with SeenTensors() as seen:
         sequences.run([ids], **route)
@@ -110,7 +113,7 @@ def test_a_sub_layer_that_no_row_keeps_is_not_run(name: str, by_row: bool) -> No
 @pytest.mark.parametrize("name", ["llama with biases", "gemma3"])
 def test_nothing_of_a_bypassed_sub_layers_weights_shows(name: str) -> None:
     model, ids = tiny(name), some_ids(6)
-    weights, config = map_weights(model), map_config(model.config)
+    weights, config = map_weights(model), decoder_config(model.config)
     expected = Sequences(SkipDecoder(weights, config)).run([ids], route=SLIM).logits
     for own in weights_of_bypassed(weights, SLIM):
         weights[own] = torch.full_like(weights[own], float("nan"))
@@ -154,7 +157,7 @@ def test_a_bypassed_row_is_bit_identical(name: str) -> None:
         model.model.embed_tokens.weight[7, ::2] = -0.0
     weights = map_weights(model)
     weights["layers.1.attention_out"][3] = float("nan")
-    decoder = SkipDecoder(weights, map_config(model.config))
+    decoder = SkipDecoder(weights, decoder_config(model.config))
     bypass = [(False, False), (False, False), (True, True), (True, True)]
     rows = rows_of([FULL, FULL, bypass, bypass])
     output = Sequences(decoder, 2).run([[5, 6], [7, 8]], row_route=rows, capture_layers=(0, 1, 2))

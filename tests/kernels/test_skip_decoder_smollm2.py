@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from viasd.models.embedded import embedded_model
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("each_implementation")]
 
 
 def test_logits_of_real_text_equal_transformers() -> None:

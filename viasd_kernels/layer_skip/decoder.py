@@ -66,7 +66,7 @@ class SkipDecoder:
         if self.implementation == "native":
             from .native import NativeDecoder
 
-            self._decoder: Decoder = NativeDecoder(weights, config, compact=compact)
+            self._decoder: Decoder = NativeDecoder(weights, config, embedding, compact=compact)
         else:
             self._decoder = reference.ReferenceDecoder(weights, config)
 

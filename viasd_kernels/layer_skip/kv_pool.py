@@ -7,6 +7,8 @@ import torch
 
 from .config import DecoderConfig
 
+BLOCK_SLOTS = 128  # slots that a pool grows by at a time
+
 
 class KVPool:
     """The storage: ``keys`` and ``values``, [L, num_slots, H_kv, Dh] each. Which slots are free, the caller knows.
@@ -35,10 +37,11 @@ class KVPool:
         return self.keys.shape[1]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for at least ``num_slots`` slots; at least doubles when it grows. What is stored stays."""
+        """Make room for at least ``num_slots`` slots; what is stored stays. Grows by a quarter at least, in blocks."""
         if num_slots <= self.num_slots:
             return
-        old, capacity = self.num_slots, max(num_slots, 2 * self.num_slots)
+        old = self.num_slots
+        capacity = -(-max(num_slots, old + old // 4) // BLOCK_SLOTS) * BLOCK_SLOTS
         for name in ("keys", "values"):
             before = getattr(self, name)
             grown = before.new_zeros(before.shape[0], capacity, *before.shape[2:])

@@ -84,12 +84,19 @@ class NativeDecoder:
     weights exactly (``csrc/layer_skip/pack_weights.h``); else that of its dtype. The results are the same, bit for bit.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig, *, compact: bool) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        config: DecoderConfig,
+        embedding: torch.Tensor,
+        *,
+        compact: bool,
+    ) -> None:
         self.config = config
         self._native = load_native()
         self._compact = compact
         self._weights, self._shapes = weights, check_names(weights, config)
-        self._like = embedding = take_weight(weights, "embedding", self._shapes)
+        self._embedding = embedding  # read already: each name is read once
         self.dtype = embedding.dtype
         self._chunks: List[torch.Tensor] = []
         self._room = 0  # bytes left in the last chunk
@@ -125,7 +132,7 @@ class NativeDecoder:
         self._decoder = self._native.Decoder(
             model, layers, [{"frequencies": at, "num_pairs": count} for at, count in zip(turns, pairs)]
         )
-        del self._weights, self._like
+        del self._weights, self._embedding
 
     def step(self, step: Step) -> DecoderOutput:
         """Run one pass whose arguments have been checked."""
@@ -177,7 +184,9 @@ class NativeDecoder:
         return layer
 
     def _take(self, name: str) -> torch.Tensor:
-        return self._like if name == "embedding" else take_weight(self._weights, name, self._shapes, self._like)
+        if name == "embedding":
+            return self._embedding
+        return take_weight(self._weights, name, self._shapes, self._embedding)
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self._tensors.append(tensor)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,32 +14,52 @@ from viasd.models.base import Model, Rows
 LENGTH = 12
 
 
-def probe(model: Model, module: Any) -> None:
+def plain_logits(name: str, module: Any, vocab_size: int) -> torch.Tensor:
+    """[LENGTH, V]: what the module itself makes of the probe's tokens.
+
+    Raises:
+        UnsupportedModel: its forward fails, or its logits are not finite.
+    """
+    with _failures_named(name, module), torch.inference_mode():
+        ids = torch.tensor([_probe_ids(vocab_size)], device=next(module.parameters()).device)
+        plain: torch.Tensor = module(ids, use_cache=False).logits[0]
+    if not torch.isfinite(plain).all():
+        raise UnsupportedModel(
+            f"{name} ({type(module).__name__}): logits are not finite; the weights hold NaN or infinity"
+        )
+    return plain
+
+
+def probe(model: Model, module: Any, plain: torch.Tensor) -> None:
     """Compare ``model``'s passes, a rollback and a tree among them, with the plain forward of ``module``.
 
     Raises:
-        UnsupportedModel: they differ or fail, or logits are not finite.
+        UnsupportedModel: they differ or fail.
     """
-    ids = [(7 * i + 3) % model.vocab_size for i in range(LENGTH)]
-    kind = type(module).__name__
-    try:
-        with torch.inference_mode():
-            plain = module(torch.tensor([ids], device=model.device), use_cache=False).logits[0]
-        slots = _logits_over_slots(model, ids)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UnsupportedModel(
-            f"{model.name} ({kind}): its forward does not run over a slot cache: {reason}"
-        ) from error
-    if not torch.isfinite(plain).all():
-        raise UnsupportedModel(f"{model.name} ({kind}): logits are not finite; the weights hold NaN or infinity")
+    with _failures_named(model.name, module), torch.inference_mode():
+        slots = _logits_over_slots(model, _probe_ids(model.vocab_size))
     difference = (plain - slots).abs().max().item()
     limit = (1e-3 if plain.dtype == torch.float32 else 5e-2) * max(1.0, plain.abs().max().item())
     if not difference <= limit:
         raise UnsupportedModel(
-            f"{model.name} ({kind}): logits over a slot cache differ from the plain forward's by {difference:.3g} "
-            f"(limit {limit:.3g}); the model's attention does not follow explicit positions and masks"
+            f"{model.name} ({type(module).__name__}): logits over a slot cache differ from the plain forward's by "
+            f"{difference:.3g} (limit {limit:.3g}); the model's attention does not follow explicit positions and masks"
         )
+
+
+def _probe_ids(vocab_size: int) -> list[int]:
+    return [(7 * i + 3) % vocab_size for i in range(LENGTH)]
+
+
+@contextmanager
+def _failures_named(name: str, module: Any) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+        raise UnsupportedModel(
+            f"{name} ({type(module).__name__}): its forward does not run over a slot cache: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _logits_over_slots(model: Model, ids: Sequence[int]) -> torch.Tensor:

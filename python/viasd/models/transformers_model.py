@@ -13,7 +13,7 @@ from viasd.errors import InvalidInput, UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows
 from viasd.models.bypass import capture_sink, find_layers, make_view
 from viasd.models.identity import config_hash, max_positions
-from viasd.models.probe import probe
+from viasd.models.probe import plain_logits, probe
 from viasd.models.slot_cache import SlotCache, visible_slots
 from viasd.routing import Route
 
@@ -25,7 +25,7 @@ class TransformersModel:
 
     A pass is one row of the model's batch with explicit positions and a 4D additive mask (a boolean mask is silently
     wrong on eager models). At construction a short probe compares the slot forward, with a rollback and a tree in it,
-    against the model's plain forward.
+    against the model's plain forward. ``reason`` says why no faster path was taken.
 
     Raises:
         UnsupportedModel: the probe differs or fails, an attention kind or implementation that masks by slots cannot
@@ -33,11 +33,12 @@ class TransformersModel:
     """
 
     implementation = "transformers"
-    reason = "the generic path: the model's own forward, over a slot cache"
 
-    def __init__(self, model: nn.Module, name: str | None = None) -> None:
+    def __init__(self, model: nn.Module, name: str | None = None, *, reason: str | None = None) -> None:
         if model.training:
             raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
+        self.reason = "the generic path: the model's own forward, over a slot cache"
+        self.reason += f" ({reason})" if reason else ""
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.model = model
         self.config = config
@@ -147,7 +148,8 @@ class TransformersModel:
         layers = self.model.get_submodule(self._layers_path)
         hook = next(layers.children()).register_forward_hook(self._note_layer_output)
         try:
-            probe(self, self.model)
+            plain = plain_logits(self.name, self.model, self.vocab_size)
+            probe(self, self.model, plain)
         finally:
             hook.remove()
 
