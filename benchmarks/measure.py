@@ -24,6 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of values of the order of 1, implementations may differ by the rounding of the dtype and of float32 sums.
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.6e-2, 1e-2)}
 
+COLUMNS = 4096  # of the matrix that measures the bandwidth
+
 Way = Callable[[int], Any]
 
 
@@ -68,9 +70,7 @@ def interleaved(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]
     for repeat in range(-1, repeats):  # the first round is a warm-up
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            started = time.perf_counter()
-            ways[name](turn)
-            elapsed_ms = 1e3 * (time.perf_counter() - started)
+            elapsed_ms = 1e3 * _seconds(lambda way=ways[name], number=turn: way(number))
             turn += 1
             if repeat >= 0:
                 times[name].append(elapsed_ms)
@@ -118,25 +118,35 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(item)
 
 
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 class Bandwidth:
-    """Memory bandwidth of torch's own sum (read) and copy (read and written bytes), sampled between the cases."""
+    """Memory bandwidth, sampled between the cases.
+
+    Read: the faster of a dot product and a matrix-vector product (which of them uses all threads depends on the BLAS).
+    Copy: torch's own; the bytes read and those written.
+    """
 
     def __init__(self, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
-        self._source = torch.ones(buffer_bytes // 4)
-        self._target = torch.empty_like(self._source)
+        self._matrix = torch.ones(max(2, buffer_bytes // 4 // COLUMNS), COLUMNS)
+        self._vector = torch.ones(COLUMNS)
+        self._target = torch.empty_like(self._matrix)
         self.samples: dict[str, list[float]] = {"read": [], "copy": []}
         self.sample()  # pages are mapped by the first use
         for values in self.samples.values():
             values.clear()
 
     def sample(self) -> None:
-        ways = {"read": lambda: self._source.sum(), "copy": lambda: self._target.copy_(self._source)}
-        for kind, way in ways.items():
-            started = time.perf_counter()
-            way()
-            moved = self._source.nbytes * (2 if kind == "copy" else 1)
-            self.samples[kind].append(moved / (time.perf_counter() - started))
+        half = len(self._matrix) // 2
+        heads, tails = self._matrix[:half].view(-1), self._matrix[half : 2 * half].view(-1)
+        read_s = min(_seconds(lambda: torch.dot(heads, tails)), _seconds(lambda: self._matrix @ self._vector))
+        self.samples["read"].append(self._matrix.nbytes / read_s)
+        self.samples["copy"].append(2 * self._matrix.nbytes / _seconds(lambda: self._target.copy_(self._matrix)))
 
     def bytes_per_ms(self, kind: str) -> float:
         return statistics.median(self.samples[kind]) / 1e3
