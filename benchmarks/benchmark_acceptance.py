@@ -8,8 +8,8 @@ Every drafted token is accepted, so that all rows are read. "torch" is the plain
 from __future__ import annotations
 
 import torch
-from measure import DTYPES, Report, arguments_parser, cold, implementations
 
+from measure import DTYPES, Report, arguments_parser, cold, implementations
 from viasd_kernels import Gate, accept_chain, acceptance_stats, gate_tiers
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from measure import DTYPES, Report, arguments_parser, cold, implementations, paired_ratio, percentiles
-from measure import refuse_unless_close as compare
 from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from measure import DTYPES, Report, arguments_parser, cold, implementations, paired_ratio, percentiles
+from measure import refuse_unless_close as compare
 from viasd.models.embedded import embedded_model
 from viasd.models.hf_mapping import decoder_config, decoder_weights
 from viasd.report.terminal import plain_table

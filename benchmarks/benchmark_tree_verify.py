@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from measure import DTYPES, Report, arguments_parser, cold, implementations
 
+from measure import DTYPES, Report, arguments_parser, cold, implementations
 from viasd_kernels import build_tree, compact_kv, tree_attention, verify_tree
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64  # of SmolLM2-135M

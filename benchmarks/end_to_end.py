@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from measure import DTYPES, RESULTS, environment
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from ways import BASELINE, Prompt, Run, VllmWay, Way, WayUnavailable, in_process_ways
 
 import viasd
+from measure import DTYPES, RESULTS, environment
 from viasd.models.embedded import embedded_model
 from viasd.report.terminal import progress_bar
+from ways import BASELINE, Prompt, Run, VllmWay, Way, WayUnavailable, in_process_ways
 
 
 def read_prompts(path: Path, tokenizer: Any, arguments: argparse.Namespace) -> list[Prompt]:
@@ -176,7 +176,7 @@ def draw(file: Path, categories: dict[str, list[dict[str, Any]]], title: str) ->
     axes.set_title(title, fontsize=10)
     axes.grid(axis="y", linewidth=0.4)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4, fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(file, dpi=150)
 
 
