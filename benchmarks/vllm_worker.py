@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 def build(settings: dict[str, Any]) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine process of its own would spin while others decode
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes a large share of the memory
     from vllm import LLM
 
     options: dict[str, Any] = {}
