@@ -1,5 +1,5 @@
 # Everything lives in .venv, which is made once, and brought up to date when the build inputs change.
-# PYTHON=... picks another interpreter, CXX=... another compiler.
+# PYTHON=... picks another interpreter, CXX=... another compiler, BENCH_OPTIONS=... goes to benchmarks/end_to_end.py.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,8 +31,11 @@ test-all: $(VENV)/.dev  ## the same with the long forms (the tests marked `full`
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-bench: $(VENV)/.demo  ## measure beside Transformers: make bench PROMPTS=prompts.jsonl
-	$(BIN)/python benchmarks/end_to_end.py $(if $(PROMPTS),--prompts "$(PROMPTS)")
+bench: $(VENV)/.bench  ## measure the kernels, then decoding beside Transformers: make bench PROMPTS=prompts.jsonl
+	$(BIN)/python benchmarks/benchmark_layer_skip.py
+	$(BIN)/python benchmarks/benchmark_tree_verify.py
+	$(BIN)/python benchmarks/benchmark_acceptance.py
+	$(if $(PROMPTS),$(BIN)/python benchmarks/end_to_end.py --prompts "$(PROMPTS)" $(BENCH_OPTIONS))
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info python/*.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -56,6 +59,10 @@ $(VENV)/.demo: $(VENV)/.base $(BUILD_INPUTS)
 	$(PIP) -e '.[demo]'
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/.base $(BUILD_INPUTS)
+	$(PIP) -e '.[bench]'
+	@touch $(VENV)/.demo $@
+
 $(VENV)/.dev: $(VENV)/.base $(BUILD_INPUTS)
 	$(PIP) -e '.[dev]'
-	@touch $(VENV)/.demo $@
+	@touch $(VENV)/.demo $(VENV)/.bench $@

@@ -1,10 +1,18 @@
-"""Decode speed beside Transformers: one model, the same prompts, greedy, every way in one run.
+"""Decode speed beside Transformers and vLLM: one model, the same prompts, greedy, every way in one run.
 
 For each prompt every way decodes once, in an order that rotates from prompt to prompt, after a warm-up of each way.
-Prefill is left out on both sides. Transformers: the clock starts when the first step's tokens are there, and those are
-not counted. viasd: the clock starts when the prompt but for its last token is in the cache, and every token counts.
+Decoding, prefill and the whole call are timed apart. Transformers: decoding starts when the first step's tokens are
+there, and those are not counted. viasd: it starts when the prompt but for its last token is in the cache, and every
+token counts. vLLM: a call for one token is the prefill, and the rest of a second call the decoding; its processes hold
+weights of their own, and wait while others decode.
+
+"Transformers, early exit" is `assistant_early_exit`: the first layers of the model itself, then its head, draft. The
+option is meant for models trained for it, but works with every family whose forward runs `layers[:num_hidden_layers]`,
+Llama's among them; how often it is right is another matter.
 
     python benchmarks/end_to_end.py --prompts spec_bench.jsonl --out results/
+
+Ctrl-C ends the run and reports the prompts that every way has finished.
 """
 
 from __future__ import annotations
@@ -12,148 +20,44 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import statistics
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import viasd
+from measure import DTYPES, RESULTS, environment
 from viasd.models.embedded import embedded_model
 from viasd.report.terminal import progress_bar
-
-BASELINE = "Transformers, greedy"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as ids, and where it comes from."""
-
-    question_id: int
-    category: str
-    ids: list[int]
+from ways import BASELINE, Prompt, Run, VllmWay, Way, WayUnavailable, in_process_ways
 
 
-@dataclass
-class Run:
-    """What one way did with one prompt; ``timed_tokens`` were decoded in ``decode_ms``."""
-
-    way: str
-    question_id: int
-    category: str
-    prompt_tokens: int
-    tokens: list[int]
-    timed_tokens: int
-    decode_ms: float
-    num_draft_passes: int
-    num_slim_passes: int
-    num_full_passes: int
-    identical: bool = True
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1e3 * self.timed_tokens / self.decode_ms if self.decode_ms else float("nan")
-
-
-Way = Callable[[Prompt, int], Run]
-
-
-class FirstStep(StoppingCriteria):
-    """Stops nothing; notes when the first step ended and how long the sequence was then."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.length = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        if not self.length:
-            self.seconds, self.length = time.perf_counter(), input_ids.shape[1]
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def transformers_way(name: str, model: Any, **options: Any) -> Way:
-    """Transformers' own `generate`; full passes are counted by a hook, the prefill's included."""
-
-    def decode(prompt: Prompt, max_new_tokens: int) -> Run:
-        passes: list[int] = []
-        first = FirstStep()
-        ids = torch.tensor([prompt.ids])
-        with model.register_forward_pre_hook(lambda *_: passes.append(1)):
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=StoppingCriteriaList([first]),
-                **options,
-            )[0]
-            decode_ms = 1e3 * (time.perf_counter() - first.seconds)
-        tokens = output[len(prompt.ids) :].tolist()
-        timed = len(output) - first.length
-        source = name, prompt.question_id, prompt.category, len(prompt.ids)
-        return Run(*source, tokens, timed, decode_ms if timed else 0.0, 0, 0, len(passes))
-
-    return decode
-
-
-def viasd_way(name: str, lm: viasd.LanguageModel) -> Way:
-    """Our `generate`."""
-
-    def decode(prompt: Prompt, max_new_tokens: int) -> Run:
-        result = lm.generate(prompt.ids, max_new_tokens=max_new_tokens)
-        stats = result.stats
-        source = name, prompt.question_id, prompt.category, len(prompt.ids)
-        passes = stats.num_draft_passes, stats.num_slim_passes, stats.num_full_passes
-        return Run(*source, result.tokens, len(result.tokens), stats.decode_ms, *passes)
-
-    return decode
-
-
-def all_ways(model: Any, gamma: int) -> dict[str, Way]:
-    """Every way on one copy of the weights; the same number of drafted tokens for all."""
-    speculation = viasd.Speculation(gamma=gamma)
-    ours = {
-        "viasd, plain": viasd.load(model, drafter=None),
-        "viasd, prompt lookup": viasd.load(model, drafter="prompt-lookup", speculation=speculation),
-        "viasd, self-drafting": viasd.load(model, drafter="self", speculation=speculation),
-        "viasd, three tiers": viasd.load(model, drafter="prompt-lookup", route="default", speculation=speculation),
-    }
-    lookup = "Transformers, prompt lookup"
-    return {
-        BASELINE: transformers_way(BASELINE, model),
-        lookup: transformers_way(lookup, model, prompt_lookup_num_tokens=gamma),
-        **{name: viasd_way(name, lm) for name, lm in ours.items()},
-    }
-
-
-def read_prompts(path: Path, tokenizer: Any, count: int, max_prompt: int) -> list[Prompt]:
-    """``count`` prompts, taken from the categories in turn; the chat template applied, long ones cut to their head."""
+def read_prompts(path: Path, tokenizer: Any, arguments: argparse.Namespace) -> list[Prompt]:
+    """So many prompts of each category, in turn; the chat template applied, long ones cut to their head."""
     with path.open(encoding="utf-8") as file:
         entries = [json.loads(line) for line in file if line.strip()]
     by_category: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
-        by_category.setdefault(entry["category"], []).append(entry)
+        if not arguments.categories or entry["category"] in arguments.categories:
+            by_category.setdefault(entry["category"], []).append(entry)
+    missing = set(arguments.categories) - set(by_category)
+    if missing:
+        raise SystemExit(f"--categories: {path} has no prompts of {', '.join(sorted(missing))}")
+    chosen = [group[: arguments.num_prompts] for group in by_category.values()]
     prompts = []
-    for entry in islice(_in_turn(list(by_category.values())), count):
+    for entry in (entry for row in zip_longest(*chosen) for entry in row if entry is not None):
         chat = [{"role": "user", "content": entry["turns"][0]}]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:max_prompt]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.max_prompt]
         prompts.append(Prompt(entry["question_id"], entry["category"], ids))
     return prompts
-
-
-def _in_turn(groups: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    for place in range(max(map(len, groups), default=0)):
-        yield from (group[place] for group in groups if place < len(group))
 
 
 def measure(ways: dict[str, Way], prompts: Sequence[Prompt], max_new_tokens: int, report: Any) -> list[Run]:
@@ -185,110 +89,192 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
         by_way.setdefault(run.way, []).append(run)
     rows = []
     for way, own in by_way.items():
-        timed = [
-            (run, base) for run, base in zip(own, by_way[BASELINE], strict=True) if run.decode_ms and base.decode_ms
-        ]
-        full_passes = sum(run.num_full_passes for run in own)
+        pairs = list(zip(own, by_way[BASELINE], strict=True))
+        timed = [(run, base) for run, base in pairs if run.decode_ms and base.decode_ms]
+        passes = {}
+        for tier in ("draft", "slim", "full"):
+            counts = [getattr(run, f"num_{tier}_passes") for run in own]
+            passes[f"num_{tier}_passes"] = None if None in counts else sum(counts)
+        full = passes["num_full_passes"]
         rows.append(
             {
                 "way": way,
-                "tokens_per_second": statistics.median(run.tokens_per_second for run, _ in timed),
-                "speedup": statistics.median(run.tokens_per_second / base.tokens_per_second for run, base in timed),
-                "tokens_per_full_pass": sum(len(run.tokens) for run in own) / full_passes,
-                "num_draft_passes": sum(run.num_draft_passes for run in own),
-                "num_slim_passes": sum(run.num_slim_passes for run in own),
-                "num_full_passes": full_passes,
-                "identical": f"{sum(run.identical for run in own)} of {len(own)}",
+                "tokens_per_second": _median(run.tokens_per_second for run, _ in timed),
+                "speedup": _median(run.tokens_per_second / base.tokens_per_second for run, base in timed),
+                "prefill_ms": _median(run.prefill_ms for run in own),
+                "total_ms": _median(run.total_ms for run in own),
+                "total_speedup": _median(base.total_ms / run.total_ms for run, base in pairs),
+                "tokens_per_full_pass": sum(len(run.tokens) for run in own) / full if full else None,
+                **passes,
+                "num_identical": sum(run.identical for run in own),
+                "num_prompts": len(own),
             }
         )
     return rows
 
 
+def _median(values: Iterable[float]) -> float | None:
+    """None where every output was too short to be timed."""
+    return statistics.median(found) if (found := list(values)) else None
+
+
+def by_category(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    categories = dict.fromkeys(run.category for run in runs)
+    return {name: summarise([run for run in runs if run.category == name]) for name in categories}
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The summary as a Markdown table."""
     lines = [
-        "| | tokens/s (median) | times Transformers | tokens per full pass | passes: draft, slim, full | same output |",
-        "|---|---|---|---|---|---|",
+        "| | tokens/s (median) | times Transformers | prefill ms | whole call, times Transformers "
+        "| tokens per full pass | passes: draft, slim, full | same output |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        passes = ", ".join(str(row[f"num_{tier}_passes"]) for tier in ("draft", "slim", "full"))
-        lines.append(
-            f"| {row['way']} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f} | "
-            f"{row['tokens_per_full_pass']:.2f} | {passes} | {row['identical']} |"
-        )
+        passes = ", ".join(_cell(row[f"num_{tier}_passes"], "d") for tier in ("draft", "slim", "full"))
+        numbers = [
+            _cell(row["tokens_per_second"], ".1f"),
+            _cell(row["speedup"], ".2f"),
+            _cell(row["prefill_ms"], ".0f"),
+            _cell(row["total_speedup"], ".2f"),
+            _cell(row["tokens_per_full_pass"], ".2f"),
+        ]
+        same = f"{row['num_identical']} of {row['num_prompts']}"
+        lines.append(f"| {' | '.join([row['way'], *numbers, passes, same])} |")
     return "\n".join(lines)
 
 
-def environment() -> dict[str, Any]:
-    """What the figures depend on beside the settings."""
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "processor": names[0] if names else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+def category_markdown(categories: dict[str, list[dict[str, Any]]]) -> str:
+    """Speed-up over Transformers' greedy decoding, a category a line."""
+    ways = [row["way"] for row in next(iter(categories.values())) if row["way"] != BASELINE]
+    lines = [f"| times Transformers | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    for name, rows in categories.items():
+        speedups = {row["way"]: _cell(row["speedup"], ".2f") for row in rows}
+        lines.append(f"| {name} | {' | '.join(speedups[way] for way in ways)} |")
+    return "\n".join(lines)
 
 
-def write(folder: Path, settings: dict[str, Any], rows: Sequence[dict[str, Any]], runs: Sequence[Run]) -> None:
-    """The summary as JSON with settings and environment, the single runs as CSV."""
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def draw(file: Path, categories: dict[str, list[dict[str, Any]]], title: str) -> None:
+    """Bars of the speed-up over Transformers' greedy decoding, by category and way."""
+    from matplotlib.figure import Figure
+
+    ways = [row["way"] for row in next(iter(categories.values())) if row["way"] != BASELINE]
+    figure = Figure(figsize=(max(8.0, 1.3 + 0.24 * (len(ways) + 1.5) * len(categories)), 4.8), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        places = [place + width * (number - (len(ways) - 1) / 2) for place in range(len(categories))]
+        heights = [next(row["speedup"] or 0.0 for row in rows if row["way"] == way) for rows in categories.values()]
+        axes.bar(places, heights, width, label=way)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(categories)), list(categories), rotation=20, ha="right")
+    axes.set_ylabel(f"decode speed, times\n{BASELINE}")
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="y", linewidth=0.4)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def write(folder: Path, content: dict[str, Any], runs: Sequence[Run]) -> None:
+    """The summary as JSON with settings and environment, the single runs as CSV, the categories as a chart."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"settings": settings, "environment": environment(), "summary": rows}
     (folder / "end_to_end.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     with (folder / "end_to_end.csv").open("w", encoding="utf-8", newline="") as file:
         lines = [asdict(run) | {"tokens": len(run.tokens), "tokens_per_second": run.tokens_per_second} for run in runs]
         writer = csv.DictWriter(file, fieldnames=list(lines[0]))
         writer.writeheader()
         writer.writerows(lines)
+    settings, place = content["settings"], content["environment"]
+    title = f"{settings['model']}, {settings['dtype']}, {place['threads']} threads, {settings['prompts']} prompts"
+    draw(folder / "end_to_end.png", content["categories"], title)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with question_id, category and turns")
     parser.add_argument("--model", help="folder or hub name; default: the embedded SmolLM2-135M-Instruct")
-    parser.add_argument("--num-prompts", type=int, default=24)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--categories", nargs="+", default=[], help="of the prompts' file; default: all")
+    parser.add_argument("--num-prompts", type=int, default=2, help="per category")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-prompt", type=int, default=1024, help="longer prompts are cut to this many tokens")
-    parser.add_argument("--gamma", type=int, default=5, help="drafted tokens per cycle, Transformers' included")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for JSON and CSV")
+    parser.add_argument("--gamma", type=int, default=5, help="drafted tokens per cycle, the others' included")
+    parser.add_argument("--early-exit", type=int, help="layers that draft in Transformers' early exit; default: half")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM: adds its ways")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, CSV and chart")
     arguments = parser.parse_args()
     if not arguments.prompts.is_file():
         parser.error(f"--prompts: there is no file {arguments.prompts}")
     if min(arguments.num_prompts, arguments.max_prompt, arguments.gamma) < 1 or arguments.max_new_tokens < 2:
         parser.error("--num-prompts, --max-prompt and --gamma must be at least 1, --max-new-tokens at least 2")
+    if arguments.vllm and not arguments.vllm.is_file():
+        parser.error(f"--vllm: there is no Python {arguments.vllm}")
+    return arguments
 
+
+def vllm_ways(
+    arguments: argparse.Namespace, path: str, eos_token_ids: tuple[int, ...], stack: ExitStack
+) -> list[VllmWay]:
+    """Greedy and n-gram speculation, each an engine of its own, closed with the stack."""
+    max_length = arguments.max_prompt + arguments.max_new_tokens + arguments.gamma + 1
+    settings = {"model": str(path), "dtype": arguments.dtype, "max_length": max_length}
+    ways = []
+    for name, gamma in (("vLLM, greedy", 0), ("vLLM, n-gram", arguments.gamma)):
+        way = VllmWay(name, arguments.vllm, {**settings, "gamma": gamma}, eos_token_ids)
+        stack.callback(way.close)
+        ways.append(way)
+    return ways
+
+
+def main() -> None:
+    arguments = parse_arguments()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with progress_bar(Console(stderr=True)) as report:
+    with progress_bar(Console(stderr=True)) as report, ExitStack() as stack:
         report("loading the model", 0, 0)
         path = arguments.model or embedded_model(progress=report)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        prompts = read_prompts(arguments.prompts, tokenizer, arguments.num_prompts, arguments.max_prompt)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[arguments.dtype]).eval()
+        prompts = read_prompts(arguments.prompts, tokenizer, arguments)
         if not prompts:
-            parser.error(f"--prompts: {arguments.prompts} is empty")
-        runs = measure(all_ways(model, arguments.gamma), prompts, arguments.max_new_tokens, report)
+            raise SystemExit(f"--prompts: {arguments.prompts} is empty")
+        early_exit = arguments.early_exit or max(1, model.config.num_hidden_layers // 2)
+        ways = in_process_ways(model, arguments.gamma, early_exit)
+        vllm_version = None
+        if arguments.vllm:
+            report("starting vLLM", 0, 0)
+            try:
+                added = vllm_ways(arguments, path, viasd.load(model, drafter=None).eos_token_ids, stack)
+            except WayUnavailable as error:
+                raise SystemExit(str(error)) from None
+            ways |= {way.name: way for way in added}
+            vllm_version = added[0].version
+        runs = measure(ways, prompts, arguments.max_new_tokens, report)
     if not runs:
-        parser.error("no prompt was measured")
-    settings = {
-        "model": arguments.model or Path(path).name,
-        "prompts": len(runs) // len({run.way for run in runs}),
-        "max_new_tokens": arguments.max_new_tokens,
-        "max_prompt": arguments.max_prompt,
-        "gamma": arguments.gamma,
-        "dtype": "float32",
+        raise SystemExit("no prompt was measured")
+    content = {
+        "settings": {
+            "model": arguments.model or Path(path).name,
+            "prompts": len(runs) // len(ways),
+            "max_new_tokens": arguments.max_new_tokens,
+            "max_prompt": arguments.max_prompt,
+            "gamma": arguments.gamma,
+            "early_exit_layers": early_exit,
+            "dtype": arguments.dtype,
+        },
+        "environment": environment() | ({"vllm": vllm_version} if vllm_version else {}),
+        "summary": summarise(runs),
+        "categories": by_category(runs),
     }
-    rows = summarise(runs)
-    write(arguments.out, settings, rows, runs)
-    print(markdown(rows))
-    print(f"\n{json.dumps(settings | environment())}")
+    write(arguments.out, content, runs)
+    print(markdown(content["summary"]))
+    print(f"\n{category_markdown(content['categories'])}")
+    print(f"\n{json.dumps(content['settings'] | content['environment'])}")
 
 
 if __name__ == "__main__":
