@@ -114,6 +114,19 @@ def test_linear_errs_at_most_twice_as_much(
 
 @by_level
 @by_dtype
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_long_sums_keep_their_digits(level: str, dtype: torch.dtype, num_rows: int) -> None:
+    """One sum of so many terms of one sign, in their order, would err several times as much as torch's."""
+    numbers, keep = Numbers(dtype, seed=0), torch.ones(num_rows, dtype=torch.bool)
+    x, weight = numbers.matrix(num_rows, 30_000).abs(), numbers.matrix(40, 30_000).abs()
+    exact = bypass_linear(x.double(), weight.double(), keep, impl="reference")
+    with cpu_level(level):
+        got = bypass_linear(x, weight, keep, impl="native")
+    assert_as_good(got, bypass_linear(x, weight, keep, impl="reference"), exact)
+
+
+@by_level
+@by_dtype
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_neither_rows_nor_threads_change_a_rows_bits(level: str, dtype: torch.dtype, epilogue: str) -> None:
     """Large enough for threads to be used; every number of rows up to 64."""
