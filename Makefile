@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(SUPPORTED)' 2>/dev/null &
 fail = { echo "error: $(1)" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench clean
+.PHONY: help demo test test-all sanitize bench clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,16 @@ test-all: $(VENV)/.dev  ## the same with the long forms (the tests marked `full`
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# A copy of the packages, built apart; pytest by its own name, as `python -m pytest` would import the packages from here.
+# Leaks are not looked for: the interpreter and torch keep much until they end.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
+SANITIZERS = $(foreach name,asan ubsan,$(shell $${CXX:-c++} -print-file-name=lib$(name).so))
+
+sanitize: $(VENV)/.dev  ## run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer (g++ on Linux)
+	CXXFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	    PYTHONPATH=build/sanitized/lib $(BIN)/pytest tests/kernels
 
 bench: $(VENV)/.bench  ## measure the kernels, then decoding beside Transformers: make bench PROMPTS=prompts.jsonl
 	$(BIN)/python benchmarks/benchmark_layer_skip.py

@@ -42,7 +42,8 @@ class NinjaBuild(build_ext):
         from ninja.ninja_syntax import Writer
 
         root = Path(__file__).parent.resolve()
-        build_dir = root / "build" / f"{sys.implementation.cache_tag}-{ext.name}"  # pip's own build_temp does not last
+        base = self.get_finalized_command("build").build_base  # pip's own build_temp does not last
+        build_dir = root / base / f"{sys.implementation.cache_tag}-{ext.name}"
         build_dir.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         cxx = os.environ.get("CXX", "c++")
@@ -52,15 +53,16 @@ class NinjaBuild(build_ext):
             # Compiled for OpenMP, not linked with it: the symbols are those of the one runtime that torch has loaded,
             # with global visibility, so no second one can come in. Elsewhere the pragmas are ignored.
             flags.append("-fopenmp")
+        own_flags = os.environ.get("CXXFLAGS", "")
         includes = [root / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
         link_flags = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
         with open(build_dir / "build.ninja", "w", encoding="utf-8") as file:
             graph = Writer(file, width=120)
             graph.variable("cxx", cxx)
-            graph.variable("cxxflags", " ".join(flags + [f'-I"{path}"' for path in includes]))
+            graph.variable("cxxflags", " ".join([*flags, *(f'-I"{path}"' for path in includes), own_flags]))
             compile_command = "$cxx $cxxflags $fileflags -MMD -MF $out.d -c $in -o $out"
             graph.rule("compile", compile_command, depfile="$out.d", deps="gcc")
-            graph.rule("link", f"$cxx {' '.join(link_flags)} $in -o $out")
+            graph.rule("link", f"$cxx {' '.join(link_flags)} {own_flags} $in -o $out")
             objects = [str(Path(source).with_suffix(".o")) for source in ext.sources]
             for source, obj in zip(ext.sources, objects, strict=True):
                 file_flags = " ".join(_file_flags(source, macros))

@@ -421,7 +421,6 @@ Decoder::Decoder(DecoderModel model) : model_(std::move(model)) {}
 Decoder::~Decoder() = default;
 
 void Decoder::step(const DecoderStep& step) {
-    if (step.num_rows == 0) return;
     std::unique_ptr<Workspace> memory;
     {
         const std::lock_guard<std::mutex> lock(mutex_);

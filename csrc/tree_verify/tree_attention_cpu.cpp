@@ -45,6 +45,7 @@ uint64_t SequenceView::visible(int64_t row, int64_t tile, int64_t window) const 
     uint64_t rows = bits_from(ancestors + row * num_words, num_words, base - context);
     const int64_t self = context + row - base;
     if (self >= 0 && self < KEY_TILE) rows |= uint64_t{1} << self;
+    rows &= low_bits(num_keys() - base);  // bits of rows that are not there lead nowhere
     if (oldest > context) {
         for (uint64_t left = rows; left; left &= left - 1) {
             const int64_t j = __builtin_ctzll(left);
@@ -290,10 +291,11 @@ void merge_unit(const AttentionCall& call, const AttentionPlan::Unit& unit, Atte
 void require_slots(const int32_t* slots, int64_t max_len, const int64_t* context_len, const int64_t* row_start,
                    int64_t num_sequences, int64_t num_slots) {
     for (int64_t b = 0; b < num_sequences; ++b) {
-        const int64_t used = context_len[b] + row_start[b + 1] - row_start[b];
-        if (context_len[b] < 0 || used > max_len) {
+        const int64_t num_rows = row_start[b + 1] - row_start[b];
+        if (context_len[b] < 0 || context_len[b] > max_len - num_rows) {
             throw std::invalid_argument("context_len must be >= 0 and, with the sequence's rows, at most max_len");
         }
+        const int64_t used = context_len[b] + num_rows;
         const int32_t* own = slots + b * max_len;
         if (!std::all_of(own, own + used, [&](int32_t slot) { return slot >= 0 && slot < num_slots; })) {
             throw std::invalid_argument("slots must be in [0, num_slots)");
@@ -307,6 +309,7 @@ void tree_attention_cpu(const TreeAttention& op) {
     const PanelKernels& kernels = panel_kernels();
     const AttentionShape& shape = op.shape;
     const int64_t dim = shape.head_dim, num_heads = shape.num_kv_heads * shape.group, padded = round_up(dim, PANEL);
+    if (num_heads == 0) return;
     std::vector<SequenceView> sequences;
     for (int64_t b = 0; b < op.num_sequences; ++b) {
         const int64_t first = op.row_start[b];

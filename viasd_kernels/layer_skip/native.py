@@ -137,6 +137,8 @@ class NativeDecoder:
     def step(self, step: Step) -> DecoderOutput:
         """Run one pass whose arguments have been checked."""
         config, pool = self.config, step.kv.pool
+        if not (pool.keys.is_contiguous() and pool.values.is_contiguous()):
+            raise ValueError("SkipDecoder: kv.pool must be contiguous")
         num_rows = step.tokens.shape[0]
         tokens, positions, row_start, context_len = (
             ready(index, torch.int64) for index in (step.tokens, step.positions, step.row_start, step.kv.context_len)
