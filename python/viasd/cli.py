@@ -100,7 +100,14 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this times the likeliest one.")
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text. Default: random.")] = None,
-    gamma: Annotated[int, typer.Option(min=1, help="Drafted tokens per cycle.")] = 5,
+    gamma: Annotated[int, typer.Option(min=1, help="Most tokens drafted per cycle.")] = 15,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            help="Draft fewer tokens, or none, where that is faster here. With --no-adaptive a seed samples the same "
+            "text on every machine."
+        ),
+    ] = True,
     max_pending: Annotated[
         int, typer.Option(min=1, help="Ask the full model once this many tokens wait for it (three tiers).")
     ] = 8,
@@ -112,7 +119,7 @@ def generate(
 ) -> None:
     """Continue a prompt. The output is the full model's own, token for token when greedy, else in distribution."""
     text = _read_prompt(prompt, file, sys.stdin)
-    speculation = viasd.Speculation(gamma=gamma, max_pending=max_pending)
+    speculation = viasd.Speculation(gamma=gamma, adaptive=adaptive, max_pending=max_pending)
     with _progress() as report:
         lm = _load(model, report, drafter=None if drafter == "none" else drafter, route=route, speculation=speculation)
     stream = lm.stream(

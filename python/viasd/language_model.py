@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from viasd.decode import DecodeRun, Request, Result, Speculation, Token
+from viasd.decode import Costs, DecodeRun, Request, Result, Speculation, Token, measure_costs
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
 from viasd.errors import DecodeError, InvalidInput, UnsupportedModel
 from viasd.models import Model, SkipModel, TransformersModel
@@ -35,6 +36,7 @@ class LanguageModel:
         drafter: None for plain decoding.
         route: the slim tier's; None where there are two tiers.
         eos_token_ids: the model's own end-of-sequence tokens.
+        costs: what the adaptive draft length weighs; measured before the first run that drafts, then kept.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class LanguageModel:
         route: Route | None = None,
         speculation: Speculation | None = None,
         eos_token_ids: Sequence[int] = (),
+        costs: Costs | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -53,6 +56,8 @@ class LanguageModel:
         self.route = route
         self.speculation = speculation or Speculation()
         self.eos_token_ids = tuple(eos_token_ids)
+        self.costs = costs
+        self._measuring = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -130,7 +135,20 @@ class LanguageModel:
                 own_seed = int(torch.randint(2**62, ()))
             ids = encode(prompt, self.tokenizer)
             requests.append(Request(ids, replace(settings, seed=own_seed, eos_token_ids=eos)))
-        return DecodeRun(self.model, requests, drafter=self.drafter, route=self.route, speculation=self.speculation)
+        return DecodeRun(
+            self.model,
+            requests,
+            drafter=self.drafter,
+            route=self.route,
+            speculation=self.speculation,
+            costs=self._measured_costs(),
+        )
+
+    def _measured_costs(self) -> Costs | None:
+        if self.drafter and self.speculation.adaptive:
+            with self._measuring:  # two measurements would differ, and one seed's outputs with them
+                self.costs = self.costs or measure_costs(self.model, self.drafter, self.route)
+        return self.costs
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer else ""

@@ -252,7 +252,7 @@ class Fixed(Drafter):
         (Draft([[1, 4]]), r"ids must lie in \[0, 4\)"),
         (Draft([[1, -1]]), r"ids must lie in \[0, 4\)"),
         (Draft([[1], [1]]), "expected 1 drafts, got 2"),
-        (Draft([[1, 0, 0, 0, 0, 0, 0]]), "at most 5 tokens in a row"),
+        (Draft([[1, *[0] * 9]]), "at most 8 tokens in a row"),
         (Draft([[1, 0, 2]], parents=[[-1, 2, 0]]), "parents before children"),
         (Draft([[1, 0, 2]], parents=[[-1, -1, 0]]), "parents before children"),
         (Draft([[1, 0, 2]], parents=[[-1, 0]]), "one parent per row"),

@@ -1,8 +1,20 @@
 """The decode loop."""
 
+from viasd.decode.draft_length import Costs, measure_costs
 from viasd.decode.gate import Gate
 from viasd.decode.loop import DecodeRun
 from viasd.decode.request import Request, Result, Speculation, Tier, Token
 from viasd.decode.stats import Stats
 
-__all__ = ["DecodeRun", "Gate", "Request", "Result", "Speculation", "Stats", "Tier", "Token"]
+__all__ = [
+    "Costs",
+    "DecodeRun",
+    "Gate",
+    "Request",
+    "Result",
+    "Speculation",
+    "Stats",
+    "Tier",
+    "Token",
+    "measure_costs",
+]

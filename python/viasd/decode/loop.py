@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from viasd.decode.draft_length import Costs, DraftLength
 from viasd.decode.gate import REGIONS
 from viasd.decode.request import Request, Result, Speculation, Tier, check_request
 from viasd.decode.sequence import Proposed, SequenceState
@@ -46,6 +47,7 @@ class DecodeRun:
         requests: at least one; prompts must fit the model's context.
         drafter: None proposes nothing.
         route: the slim tier's; None decodes in two tiers.
+        costs: what ``speculation.adaptive`` weighs the draft length by; None always drafts up to ``gamma``.
         coins: ``coins(seeds [B], draws [B], n) -> [B, n]`` float64 in [0, 1).
 
     Raises:
@@ -60,6 +62,7 @@ class DecodeRun:
         drafter: Drafter | None = None,
         route: Route | None = None,
         speculation: Speculation | None = None,
+        costs: Costs | None = None,
         coins: Coins = uniforms,
     ) -> None:
         for request in requests:
@@ -74,6 +77,9 @@ class DecodeRun:
         self.cache = model.new_cache()
         self.capture_layers = self.drafter.capture_layers if self.drafter else ()
         self.sequences = [SequenceState(request, next(_request_ids), model.max_positions) for request in requests]
+        if self.drafter and costs and self.speculation.adaptive:
+            for sequence in self.sequences:
+                sequence.draft_length = DraftLength(costs, self.drafter.expected_acceptance)
 
     @property
     def results(self) -> list[Result]:
@@ -130,8 +136,7 @@ class DecodeRun:
         context = DraftContext(
             request_ids=[sequence.id for sequence in active],
             tokens=[sequence.tokens for sequence in active],
-            # One more token than was drafted is emitted: the last verifier's own.
-            max_tokens=[min(self.speculation.gamma, sequence.room - 1) for sequence in active],
+            max_tokens=[self._max_tokens(self.drafter, sequence) for sequence in active],
             sampling=[sequence.sampling for sequence in active],
             cache=self.cache,
             slots=[sequence.slots for sequence in active],
@@ -143,6 +148,17 @@ class DecodeRun:
         for sequence in active:
             sequence.result.stats.draft_ms += 1e3 * (time.perf_counter() - started)
         return draft
+
+    def _max_tokens(self, drafter: Drafter, sequence: SequenceState) -> int:
+        """How many tokens may be drafted, decided before any is drawn and by this sequence's own past alone."""
+        # One more token than was drafted is emitted: the last verifier's own.
+        limit = min(self.speculation.gamma, sequence.room - 1)
+        if sequence.draft_length is None:
+            return limit
+        levels = drafter.levels(sequence.tokens, limit)
+        chosen = sequence.draft_length.choose(levels)
+        sequence.result.stats.num_paused += bool(levels) and not chosen
+        return chosen
 
     def _draw(self, sequences: list[SequenceState], logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:
         """A draft pass's draw for each sequence: ids (-1 where the row is broken) and the masked logits behind them."""
@@ -290,6 +306,9 @@ class DecodeRun:
     def _observe(self, sequences: list[SequenceState], draft: Draft, verification: Verification) -> None:
         if self.drafter is None:
             return
+        for b, sequence in enumerate(sequences):
+            if sequence.draft_length:
+                sequence.draft_length.observe(max(draft.depths(b)), len(verification.paths[b]))
         accepted = [[draft.row_tokens[b][row] for row in path] for b, path in enumerate(verification.paths)]
         self.drafter.observe(Verdict([s.id for s in sequences], accepted, verification.next_token))
 

@@ -64,7 +64,12 @@ class Speculation:
 
     Args:
         mode: "exact": the output is distributed as the full model's (greedy: token for token).
-        gamma: drafted tokens per cycle, at least 1.
+        gamma: most tokens drafted per cycle, at least 1.
+        adaptive: draft fewer than ``gamma``, or none, where that is expected to be faster, by the sequence's own recent
+            acceptance and the costs of passes as measured on this machine; the output's law stays exact. Costs are
+            measured once and then kept, so a seed gives the same output on one ``LanguageModel``, but sampled output
+            for a seed may differ between machines and loads; greedy output never does. False drafts up to ``gamma``
+            always, and a seed gives the same output everywhere.
         max_pending: the full model is asked once this many tokens wait for it, at least 1.
         gate: when else it is asked.
         co_escalate: sequences of a batch that wait for the full model join a pass that another one needs; changes
@@ -75,7 +80,8 @@ class Speculation:
     """
 
     mode: Literal["exact"] = "exact"
-    gamma: int = 5
+    gamma: int = 15
+    adaptive: bool = True
     max_pending: int = 8
     gate: Gate = field(default_factory=Gate)
     co_escalate: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from viasd.decode.draft_length import DraftLength
 from viasd.decode.request import Request, Result, Tier
 from viasd.models.base import SlotPool
 
@@ -49,6 +50,7 @@ class SequenceState:
         self.pending: list[Proposed] = []
         self.captured: dict[int, torch.Tensor] = {}
         self.num_draws = 0
+        self.draft_length: DraftLength | None = None
         self.result = Result(prompt_tokens=list(request.prompt_tokens))
 
     @property

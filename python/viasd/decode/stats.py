@@ -14,7 +14,8 @@ class Stats:
     """Counts and times of one request. A pass that served several requests counts, whole, for each of them.
 
     ``num_checked`` counts drafted tokens that a verifier looked at, ``num_changed`` those it changed (at either tier),
-    ``num_discarded`` those that stood after a change and were never judged or no longer mattered. ``num_pending_*``
+    ``num_discarded`` those that stood after a change and were never judged or no longer mattered. ``num_paused`` counts
+    cycles in which the adaptive length was 0 although there was something to draft. ``num_pending_*``
     count tokens that passed the slim tier and then met the full one. ``overshoot`` holds, per accepted token that the
     full model judged, proposal probability minus full probability (a deterministic proposal counts as 1).
     """
@@ -26,6 +27,7 @@ class Stats:
     num_checked: int = 0
     num_changed: int = 0
     num_discarded: int = 0
+    num_paused: int = 0
     num_pending_checked: int = 0
     num_pending_accepted: int = 0
     regions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REGIONS.values(), 0))
@@ -74,6 +76,11 @@ class Stats:
     def acceptance_by_position(self) -> list[float]:
         """Share of the drafts with a token at position 1, 2, ... in which it was accepted by its first verifier."""
         return [_ratio(accepted, drafted) for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Tokens per draft; cycles in which nothing was drafted are left out."""
+        return _ratio(sum(self.drafted_at), max(self.drafted_at, default=0))
 
     @property
     def overshoot_quantiles(self) -> dict[str, float]:

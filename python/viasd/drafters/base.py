@@ -87,6 +87,7 @@ class Drafter(ABC):
 
     name: str = "drafter"
     capture_layers: tuple[int, ...] = ()
+    expected_acceptance: tuple[float, ...] = (0.8,)  # of a token of level 0, 1, ..., before any verdict
 
     def start(self) -> Drafter:
         """The drafter of one decode run; what keeps state per request returns a fresh one that shares its weights."""
@@ -95,6 +96,13 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, context: DraftContext) -> Draft:
         """At most ``context.max_tokens[b]`` tokens for sequence b."""
+
+    def levels(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """What to expect of the next ``limit`` tokens drafted after ``tokens``, or of fewer that could be.
+
+        Levels index ``expected_acceptance``. They may depend on ``tokens`` alone, never on what will be drawn.
+        """
+        return [0] * limit
 
     def observe(self, verdict: Verdict) -> None:  # noqa: B027 - most drafters have nothing to learn
         """Told what the first verifier, slim or full, made of the last draft."""
