@@ -13,7 +13,7 @@ from torch import nn
 
 from viasd.decode import Costs, DecodeRun, Request, Result, Speculation, Token, measure_costs
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
-from viasd.errors import DecodeError, InvalidInput, UnsupportedModel
+from viasd.errors import DecodeError, InvalidInput
 from viasd.models import Model, SkipModel, TransformersModel
 from viasd.models.hf_mapping import UnknownArchitecture
 from viasd.routing import Route
@@ -254,7 +254,7 @@ class _Loader:
                 return SkipModel(module, name, consume=consume)
             except UnknownArchitecture as error:
                 if self.implementation == "native":
-                    raise UnsupportedModel(f"implementation 'native': {error}") from error
+                    raise
                 reason = f"not native: {error}"
         return TransformersModel(module, name, reason=reason)
 
@@ -287,23 +287,14 @@ def _target(model: Any, tokenizer: Any, loader: _Loader, progress: Any) -> tuple
     if isinstance(model, (str, Path)):
         name = Path(model).name
         module, own_tokenizer = loader.read(model)
-        eos = _eos(module)
-        return loader.over_slots(module, name, consume=True), tokenizer or own_tokenizer, eos
-    if isinstance(model, nn.Module):
-        return loader.over_slots(model), tokenizer, _eos(model)
-    if isinstance(model, TransformersModel):
-        return model, tokenizer, _eos(model.model)
-    if not (hasattr(model, "forward") and hasattr(model, "new_cache")):
+        model, tokenizer = loader.over_slots(module, name, consume=True), tokenizer or own_tokenizer
+    elif isinstance(model, nn.Module):
+        model = loader.over_slots(model)
+    elif not (hasattr(model, "forward") and hasattr(model, "new_cache")):
         raise InvalidInput(
             f"model must be a path, a Transformers model, a viasd Model or None, got {type(model).__name__}"
         )
-    return model, tokenizer, ()
-
-
-def _eos(model: Any) -> tuple[int, ...]:
-    config = getattr(model, "generation_config", None) or model.config
-    eos = config.eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return model, tokenizer, getattr(model, "eos_token_ids", ())
 
 
 def _route(route: str | Path | Route | None, model: Model) -> Route | None:

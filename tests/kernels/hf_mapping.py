@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from viasd.models.hf_mapping import ModuleWeights, decoder_config
+from viasd.models.hf_mapping import decoder_config, decoder_weights
 from viasd_kernels.layer_skip import SkipDecoder
 
 VOCAB = 97
@@ -82,8 +82,8 @@ IMPLEMENTATION = "auto"
 
 
 def decoder_of(model: torch.nn.Module) -> SkipDecoder:
-    return SkipDecoder(ModuleWeights(model), decoder_config(model.config), impl=IMPLEMENTATION)
+    return SkipDecoder(decoder_weights(model), decoder_config(model.config), impl=IMPLEMENTATION)
 
 
 def map_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in ModuleWeights(model).items()}
+    return {name: weight.clone() for name, weight in decoder_weights(model).items()}

@@ -1,4 +1,4 @@
-"""Greedy float32 decoding of a real model, token for token beside Transformers' own ``generate``."""
+"""Greedy float32 decoding of a real model on both paths, token for token beside Transformers' own ``generate``."""
 
 import json
 import warnings
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import viasd
 from viasd.models.embedded import embedded_model
@@ -53,31 +53,42 @@ def prompts(count):
 
 
 @pytest.fixture(scope="module")
-def lm():
-    return viasd.load(embedded_model())
+def module():
+    return AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def first_layers(lm):
+def tokenizer():
+    return AutoTokenizer.from_pretrained(embedded_model())
+
+
+@pytest.fixture(scope="module", params=["native", "transformers"])
+def lm(request, module, tokenizer):
+    return viasd.load(module, tokenizer=tokenizer, implementation=request.param)
+
+
+@pytest.fixture(scope="module")
+def first_layers(module):
     """A separate draft model: the target's first layers, then its head."""
-    config = type(lm.model.config)(**{**lm.model.config.to_dict(), "num_hidden_layers": 6})
+    config = type(module.config)(**{**module.config.to_dict(), "num_hidden_layers": 6})
     small = LlamaForCausalLM(config).eval()
-    small.load_state_dict(lm.model.model.state_dict(), strict=False)
+    small.load_state_dict(module.state_dict(), strict=False)
     small.tie_weights()
     return small
 
 
 class References:
-    def __init__(self, lm):
-        self.lm = lm
+    def __init__(self, module, tokenizer):
+        self.module = module
+        self.tokenizer = tokenizer
         self.known = {}
 
     def __call__(self, prompt, new_tokens):
         key = (prompt, new_tokens)
         if key not in self.known:
-            ids = viasd.text.encode(messages(prompt), self.lm.tokenizer)
+            ids = viasd.text.encode(messages(prompt), self.tokenizer)
             inputs = torch.tensor([ids])
-            output = self.lm.model.model.generate(
+            output = self.module.generate(
                 inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new_tokens, do_sample=False
             )
             self.known[key] = ids, output[0, len(ids) :].tolist()
@@ -85,15 +96,15 @@ class References:
 
 
 @pytest.fixture(scope="module")
-def references(lm):
-    return References(lm)
+def references(module, tokenizer):
+    return References(module, tokenizer)
 
 
 def messages(prompt):
     return [{"role": "user", "content": prompt}]
 
 
-def check_equal(lm, result, reference):
+def check_equal(module, result, reference):
     """Equal token for token, or different first at a tie."""
     ids, expected = reference
     if result.tokens == expected:
@@ -102,7 +113,7 @@ def check_equal(lm, result, reference):
     assert differing, f"ours ends after {len(result.tokens)} tokens, theirs after {len(expected)}"
     place = differing[0]
     with torch.inference_mode():
-        logits = lm.model.model(torch.tensor([ids + expected[:place]])).logits[0, -1]
+        logits = module(torch.tensor([ids + expected[:place]])).logits[0, -1]
     ours, theirs = logits[result.tokens[place]].item(), logits[expected[place]].item()
     detail = f"token {place}: ours {result.tokens[place]} (logit {ours:.6f}), theirs {expected[place]} ({theirs:.6f})"
     assert abs(theirs - ours) < TIE, f"{detail}, margin {theirs - ours:.2e}"
@@ -117,11 +128,11 @@ def run(lm, first_layers, references, drafter, route, count, new_tokens):
     ties = 0
     for prompt in chosen:
         result = target.generate(messages(prompt), max_new_tokens=new_tokens)
-        ties += check_equal(lm, result, references(prompt, new_tokens))
+        ties += check_equal(references.module, result, references(prompt, new_tokens))
     together = target.generate([messages(prompt) for prompt in chosen[:4]], max_new_tokens=new_tokens)
     assert len({len(result.prompt_tokens) for result in together}) == 4
     for prompt, result in zip(chosen, together, strict=False):
-        ties += check_equal(lm, result, references(prompt, new_tokens))
+        ties += check_equal(references.module, result, references(prompt, new_tokens))
     if ties:
         warnings.warn(f"{ties} ties below {TIE} excused among {count + 4} outputs", stacklevel=2)
 

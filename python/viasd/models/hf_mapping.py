@@ -8,113 +8,156 @@ from typing import Any
 import torch
 from torch import nn
 
+from viasd.errors import UnsupportedModel
 from viasd_kernels import DecoderConfig, LayerConfig, RopeConfig
 
-FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text")
-ROPE_KINDS = ("default", "linear", "llama3")
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 ACTIVATIONS = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
+ROPE_BASICS = {"rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+ROPE_KEYS = {
+    "default": ROPE_BASICS,
+    "linear": ROPE_BASICS | {"factor"},
+    "llama3": ROPE_BASICS | {"factor", "low_freq_factor", "high_freq_factor"},
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.Dropout)
 
 
-class UnknownArchitecture(Exception):
-    """The decoder step does not know this model; the message says what of it."""
+class UnknownArchitecture(UnsupportedModel):
+    """``SkipDecoder`` does not know this model; the message says what of it."""
 
 
 def decoder_config(config: Any) -> DecoderConfig:
     """What a Transformers configuration describes.
 
     Raises:
-        UnknownArchitecture: a family, rotary embedding or activation outside those of ``SkipDecoder``.
+        UnknownArchitecture: a family, rotary embedding, layer kind or activation outside those of ``SkipDecoder``.
     """
-    if config.model_type not in FAMILIES:
-        raise UnknownArchitecture(f"model type {config.model_type!r} is none of {', '.join(FAMILIES)}")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnknownArchitecture("its attention is bidirectional")
-    gemma, gemma2 = config.model_type.startswith("gemma"), config.model_type == "gemma2"
+    family = config.model_type
+    if family not in FAMILIES:
+        raise UnknownArchitecture(f"model type {family!r} is none of {', '.join(FAMILIES)}")
+    gemma = family.startswith("gemma")
     activation = config.hidden_activation if gemma else config.hidden_act
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnknownArchitecture("use_bidirectional_attention: rows would see what comes after them")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    has_bias = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
-    return DecoderConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        layers=_layers(config, head_dim),
-        norm_eps=config.rms_norm_eps,
-        norm_weight_offset=1.0 if gemma else 0.0,
-        activation=ACTIVATIONS[activation],
-        attention_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
-        # Gemma 3 has the option, but its attention does not use it.
-        attention_soft_cap=config.attn_logit_softcapping if gemma2 else None,
-        logit_soft_cap=getattr(config, "final_logit_softcapping", None),
-        embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
-        qk_norm=config.model_type in ("qwen3", "gemma3_text"),
-        post_norms=gemma,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias and config.model_type != "qwen2",
-        mlp_bias=getattr(config, "mlp_bias", False),
-        tied_head=config.tie_word_embeddings,
-    )
+    # Mistral's and Phi 3's code has no biases and Qwen2's always the same ones, whatever their configurations say.
+    has_bias = family not in ("mistral", "phi3", "qwen2") and bool(config.attention_bias)
+    try:
+        return DecoderConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            layers=_layers(config, head_dim),
+            norm_eps=config.rms_norm_eps,
+            norm_weight_offset=1.0 if gemma else 0.0,
+            activation=ACTIVATIONS[activation],
+            attention_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
+            # Gemma 3 has the option, but its attention does not use it.
+            attention_soft_cap=config.attn_logit_softcapping if family == "gemma2" else None,
+            logit_soft_cap=config.final_logit_softcapping if gemma else None,
+            embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+            qk_norm=family in ("qwen3", "gemma3_text"),
+            post_norms=gemma,
+            qkv_bias=has_bias or family == "qwen2",
+            attention_out_bias=has_bias,
+            mlp_bias=family == "llama" and bool(config.mlp_bias),
+            tied_head=config.tie_word_embeddings,
+        )
+    except ValueError as error:
+        raise UnknownArchitecture(str(error)) from error
 
 
 def _layers(config: Any, head_dim: int) -> tuple[LayerConfig, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    ropes = {kind: _rope(config.rope_parameters.get(kind, config.rope_parameters), head_dim) for kind in set(kinds)}
+    window = None if config.model_type == "llama" else config.sliding_window
+    # These treat all layers alike and read no layer_types.
+    alike = config.model_type in ("llama", "mistral", "phi3")
+    kinds = ["sliding_attention"] * config.num_hidden_layers if alike else config.layer_types
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnknownArchitecture(f"layers of kind {', '.join(unknown)}")
+    turned = head_dim if config.model_type == "phi3" else None
+    ropes = {kind: _rope(config.rope_parameters.get(kind, config.rope_parameters), turned) for kind in set(kinds)}
     return tuple(LayerConfig(window if kind == "sliding_attention" else None, ropes[kind]) for kind in kinds)
 
 
-def _rope(rope: dict[str, Any], head_dim: int) -> RopeConfig:
-    if rope["rope_type"] not in ROPE_KINDS:
-        raise UnknownArchitecture(f"rotary embedding {rope['rope_type']!r} is none of {', '.join(ROPE_KINDS)}")
-    own: dict[str, Any] = {"theta": rope["rope_theta"], "kind": rope["rope_type"]}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        own["rotary_dim"] = int(head_dim * rope["partial_rotary_factor"])
-    if rope["rope_type"] != "default":
-        own["factor"] = rope["factor"]
-    if rope["rope_type"] == "llama3":
-        own["low_freq_factor"], own["high_freq_factor"] = rope["low_freq_factor"], rope["high_freq_factor"]
+def _rope(rope: dict[str, Any], head_dim: int | None) -> RopeConfig:
+    """``head_dim``: of a family that may turn a part of each head only."""
+    kind = rope["rope_type"]
+    if kind not in ROPE_KEYS:
+        raise UnknownArchitecture(f"rotary embedding {kind!r} is none of {', '.join(ROPE_KEYS)}")
+    unknown = sorted(rope.keys() - ROPE_KEYS[kind])
+    if unknown:
+        raise UnknownArchitecture(f"rotary embedding {kind!r} with {', '.join(unknown)}")
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and head_dim is None:
+        raise UnknownArchitecture("partial_rotary_factor: the family's own code turns whole heads")
+    own: dict[str, Any] = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in rope}
+    if kind == "llama3":
         own["original_max_positions"] = rope["original_max_position_embeddings"]
-    return RopeConfig(**own)
+    if head_dim is not None and part != 1.0:
+        own["rotary_dim"] = int(head_dim * part)
+    return RopeConfig(theta=rope["rope_theta"], kind=kind, **own)
 
 
-class ModuleWeights(Mapping[str, torch.Tensor]):
-    """A Transformers module's weights by the names of ``viasd_kernels.weight_shapes``, made as they are asked for.
+def decoder_weights(module: nn.Module, *, consume: bool = False) -> DecoderTensors:
+    """The weights of a Transformers model by the names of ``viasd_kernels.weight_shapes``, built when asked for.
 
     Args:
-        module: of a known architecture, unchanged.
-        consume: whether a weight leaves the module when it is read, so that both never hold all weights at once.
+        module: the model; its configuration must be one that ``decoder_config`` knows.
+        consume: whether each weight may be asked for once only and leaves the module then, which is useless
+            afterwards: the peak of memory is the weights and one tensor. Otherwise the module stays untouched.
 
     Raises:
-        UnknownArchitecture: the module holds other parameters, or calculates otherwise, than its architecture says.
+        UnknownArchitecture: a subclass, a patched or wrapped part, hooks, parameters that the family does not have.
     """
+    config: Any = module.config
+    wanted = decoder_config(config)
+    _check_parts(module, FAMILIES[config.model_type])
+    if wanted.tied_head != (module.lm_head.weight is module.model.embed_tokens.weight):  # type: ignore[union-attr]
+        raise UnknownArchitecture("tie_word_embeddings says otherwise than the weights do")
+    sources = _sources(wanted, is_packed=config.model_type == "phi3")
+    parameters = dict(module.named_parameters())
+    expected = {name for names in sources.values() for name in names}
+    if parameters.keys() != expected:
+        raise UnknownArchitecture(f"parameters differ in {', '.join(sorted(parameters.keys() ^ expected)[:3])}")
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+            raise UnknownArchitecture(f"{name} is a {type(parameter.data).__name__}")
+        if parameter.dtype not in DTYPES or parameter.is_meta:
+            raise UnknownArchitecture(f"{name} is {parameter.dtype} on {parameter.device}")
+    if len({(parameter.dtype, parameter.device) for parameter in parameters.values()}) > 1:
+        raise UnknownArchitecture("parameters of several dtypes or on several devices")
+    return DecoderTensors(parameters, sources, consume)
 
-    def __init__(self, module: nn.Module, *, consume: bool = False) -> None:
-        _check_unchanged(module)
-        self._module = module
-        self._consume = consume
-        state = dict(module.named_parameters())
-        self._sources: dict[str, list[str]] = {}
-        for own, sources in _sources(module.config).items():
-            found = [name for name in sources if name in state]
-            if found and len(found) < len(sources):
-                raise UnknownArchitecture(f"{type(module).__name__} has {found} without the rest of {sources}")
-            if found:
-                self._sources[own] = sources
-        known = {name for sources in self._sources.values() for name in sources}
-        if unknown := sorted(state.keys() - known):
-            raise UnknownArchitecture(f"{type(module).__name__} holds parameters of its own: {', '.join(unknown[:3])}")
+
+class DecoderTensors(Mapping[str, torch.Tensor]):
+    """A decoder's tensors, each made of the module's parameters when it is asked for."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], sources: dict[str, list[str]], consume: bool) -> None:
+        self._parameters, self._sources, self._consume = parameters, sources, consume
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        parameters = [self._module.get_parameter(source) for source in self._sources[name]]
-        tensors = [parameter.detach() for parameter in parameters]
+        parameters = [self._parameters[source] for source in self._sources[name]]
+        parts = [parameter.detach() for parameter in parameters]
         if self._consume:
-            for parameter in parameters:
-                parameter.data = parameter.data.new_empty(0)
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            for source, parameter in zip(self._sources[name], parameters, strict=True):
+                parameter.data = parameter.new_empty(0)
+                del self._parameters[source]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -123,40 +166,52 @@ class ModuleWeights(Mapping[str, torch.Tensor]):
         return len(self._sources)
 
 
-def _check_unchanged(module: nn.Module) -> None:
-    """Raise unless the module is Transformers' own, without additions that change what it calculates."""
+def _check_parts(module: nn.Module, expected: str) -> None:
+    """Every part must be what its family's own code made, and run that code."""
     kind = type(module)
-    if not kind.__module__.startswith("transformers.models.") or not kind.__name__.endswith("ForCausalLM"):
-        raise UnknownArchitecture(f"{kind.__module__}.{kind.__name__} is no causal language model of Transformers' own")
+    if kind.__name__ != expected or not kind.__module__.startswith("transformers.models."):
+        raise UnknownArchitecture(f"{kind.__module__}.{kind.__name__} is not Transformers' {expected}")
     for name, part in module.named_modules():
+        own = type(part)
+        if own not in PLAIN_MODULES and own.__module__ not in (kind.__module__, "transformers.activations"):
+            raise UnknownArchitecture(f"{name} is a {own.__module__}.{own.__name__}")
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
-        if foreign or "forward" in vars(part):
-            raise UnknownArchitecture(f"{kind.__name__}: {name or 'the model'} has a hook or a forward of its own")
-        if not type(part).__module__.startswith(("transformers.", "torch.nn.")):
-            raise UnknownArchitecture(f"{kind.__name__}: {name} is a {type(part).__name__}, put there by someone else")
+        # Transformers hangs its own in, to collect hidden states.
+        if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
+            raise UnknownArchitecture(f"{name or 'the model'} has forward hooks")
+        if "forward" in vars(part):
+            raise UnknownArchitecture(f"{name or 'the model'} has a patched forward")
 
 
-def _sources(config: Any) -> dict[str, list[str]]:
-    """The parameters that each of the decoder's weights is made of."""
+def _sources(config: DecoderConfig, is_packed: bool) -> dict[str, list[str]]:
+    """Which parameters make each of the decoder's tensors, in order."""
     sources = {"embedding": ["model.embed_tokens.weight"], "final_norm": ["model.norm.weight"]}
-    if not config.tie_word_embeddings:
+    if not config.tied_head:
         sources["head"] = ["lm_head.weight"]
-    post_norms, is_packed = config.model_type.startswith("gemma"), config.model_type == "phi3"
-    modules = {
-        "attention_norm": ["input_layernorm"],
-        "attention_post_norm": ["post_attention_layernorm"] if post_norms else [],
-        "mlp_norm": ["pre_feedforward_layernorm" if post_norms else "post_attention_layernorm"],
-        "mlp_post_norm": ["post_feedforward_layernorm"] if post_norms else [],
-        "q_norm": ["self_attn.q_norm"],
-        "k_norm": ["self_attn.k_norm"],
-        "qkv": [f"self_attn.{part}_proj" for part in (["qkv"] if is_packed else ["q", "k", "v"])],
-        "attention_out": ["self_attn.o_proj"],
-        "gate_up": [f"mlp.{part}_proj" for part in (["gate_up"] if is_packed else ["gate", "up"])],
-        "mlp_out": ["mlp.down_proj"],
+    attention, mlp = "self_attn.", "mlp."
+    qkv, gate_up = (["qkv"], ["gate_up"]) if is_packed else (["q", "k", "v"], ["gate", "up"])
+    layer = {
+        "attention_norm": ["input_layernorm.weight"],
+        "qkv": [f"{attention}{part}_proj.weight" for part in qkv],
+        "attention_out": [f"{attention}o_proj.weight"],
+        "mlp_norm": ["post_attention_layernorm.weight"],
+        "gate_up": [f"{mlp}{part}_proj.weight" for part in gate_up],
+        "mlp_out": [f"{mlp}down_proj.weight"],
     }
-    for i in range(config.num_hidden_layers):
-        for own, parts in modules.items():
-            for kind, suffix in (("weight", ""), ("bias", "_bias")):
-                sources[f"layers.{i}.{own}{suffix}"] = [f"model.layers.{i}.{part}.{kind}" for part in parts]
+    if config.post_norms:
+        layer["attention_post_norm"] = ["post_attention_layernorm.weight"]
+        layer["mlp_norm"] = ["pre_feedforward_layernorm.weight"]
+        layer["mlp_post_norm"] = ["post_feedforward_layernorm.weight"]
+    if config.qk_norm:
+        layer["q_norm"], layer["k_norm"] = [f"{attention}q_norm.weight"], [f"{attention}k_norm.weight"]
+    if config.qkv_bias:
+        layer["qkv_bias"] = [f"{attention}{part}_proj.bias" for part in qkv]
+    if config.attention_out_bias:
+        layer["attention_out_bias"] = [f"{attention}o_proj.bias"]
+    if config.mlp_bias:
+        layer["gate_up_bias"] = [f"{mlp}{part}_proj.bias" for part in gate_up]
+        layer["mlp_out_bias"] = [f"{mlp}down_proj.bias"]
+    for i in range(config.num_layers):
+        for own, names in layer.items():
+            sources[f"layers.{i}.{own}"] = [f"model.layers.{i}.{name}" for name in names]
     return sources

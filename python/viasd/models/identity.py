@@ -31,3 +31,10 @@ def max_positions(config: Any) -> int:
         return positions
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     return min(positions, int(original or positions))
+
+
+def eos_token_ids(module: Any) -> tuple[int, ...]:
+    """The model's own end-of-sequence tokens."""
+    config = getattr(module, "generation_config", None) or module.config
+    eos = config.eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

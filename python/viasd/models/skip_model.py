@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from viasd.errors import UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows, SlotPool
-from viasd.models.hf_mapping import ModuleWeights, UnknownArchitecture, decoder_config
-from viasd.models.identity import config_hash, max_positions
+from viasd.models.hf_mapping import UnknownArchitecture, decoder_config, decoder_weights
+from viasd.models.identity import config_hash, eos_token_ids, max_positions
 from viasd.models.probe import plain_logits, probe
 from viasd.routing import Route
 from viasd_kernels import KVPool, SkipDecoder
@@ -40,14 +41,16 @@ class SkipModel:
     Raises:
         UnknownArchitecture: the decoder does not know the model, or has no ``impl`` for its device and dtype; the
             module is as it was.
-        UnsupportedModel: the probe differs, or weights that are not finite.
+        UnsupportedModel: the probe differs, weights that are not finite, or a model in training mode.
     """
 
     def __init__(
         self, module: nn.Module, name: str | None = None, *, consume: bool = False, impl: str = "native"
     ) -> None:
+        if module.training:
+            raise UnsupportedModel(f"{type(module).__name__} is in training mode; call model.eval() first")
         config: Any = module.config
-        weights, shape = ModuleWeights(module, consume=consume), decoder_config(config)
+        weights = decoder_weights(module, consume=consume)
         parameter = next(module.parameters())
         if impl not in SkipDecoder.available(parameter.device, parameter.dtype):
             raise UnknownArchitecture(f"no {impl} decoder for {parameter.dtype} on {parameter.device.type}")
@@ -56,8 +59,9 @@ class SkipModel:
         self.vocab_size: int = config.vocab_size
         self.max_positions = max_positions(config)
         self.config_hash = config_hash(config)
+        self.eos_token_ids = eos_token_ids(module)
         plain = plain_logits(self.name, module, self.vocab_size)
-        self.decoder = SkipDecoder(weights, shape, impl=impl)
+        self.decoder = SkipDecoder(weights, decoder_config(config), impl=impl)
         self.implementation = self.decoder.implementation
         self.reason = f"{config.model_type} is an architecture that viasd_kernels knows: one call per pass"
         probe(self, module, plain)

@@ -12,7 +12,7 @@ from torch import nn
 from viasd.errors import InvalidInput, UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows
 from viasd.models.bypass import capture_sink, find_layers, make_view
-from viasd.models.identity import config_hash, max_positions
+from viasd.models.identity import config_hash, eos_token_ids, max_positions
 from viasd.models.probe import plain_logits, probe
 from viasd.models.slot_cache import SlotCache, visible_slots
 from viasd.routing import Route
@@ -46,6 +46,7 @@ class TransformersModel:
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.config_hash = config_hash(config)
+        self.eos_token_ids = eos_token_ids(model)
         self.max_positions = max_positions(config)
         self._layers_path = find_layers(model, self.num_layers)
         arguments = inspect.signature(model.forward).parameters
