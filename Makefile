@@ -32,14 +32,15 @@ test-all: $(VENV)/.dev  ## the same with the long forms (the tests marked `full`
 	$(BIN)/python -m pytest
 
 # A copy of the packages, built apart; pytest by its own name, as `python -m pytest` would import the packages from here.
-# Leaks are not looked for: the interpreter and torch keep much until they end.
+# It leaves standard error alone, where the reports go. Leaks are not looked for: the interpreter and torch keep much until
+# they end.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
 SANITIZERS = $(foreach name,asan ubsan,$(shell $${CXX:-c++} -print-file-name=lib$(name).so))
 
 sanitize: $(VENV)/.dev  ## run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer (g++ on Linux)
 	CXXFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build --build-base build/sanitized --build-lib build/sanitized/lib
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	    PYTHONPATH=build/sanitized/lib $(BIN)/pytest tests/kernels
+	    PYTHONPATH=build/sanitized/lib $(BIN)/pytest --capture=sys tests/kernels
 
 bench: $(VENV)/.bench  ## measure the kernels, then decoding beside Transformers: make bench PROMPTS=prompts.jsonl
 	$(BIN)/python benchmarks/benchmark_layer_skip.py

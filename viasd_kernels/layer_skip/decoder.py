@@ -18,6 +18,8 @@ OP = "SkipDecoder"
 class Decoder(Protocol):
     """An implementation: weights in its own form, and one pass over them."""
 
+    weight_bytes: int
+
     def step(self, step: Step) -> DecoderOutput:
         """Run one pass whose arguments have been checked."""
 
@@ -46,6 +48,7 @@ class SkipDecoder:
         config: as given.
         implementation: the one that runs.
         device, dtype: of the weights.
+        weight_bytes: what the matrices take in memory.
 
     Raises:
         TypeError, ValueError: a weight missing, unknown, or of the wrong shape, dtype or device.
@@ -69,6 +72,10 @@ class SkipDecoder:
             self._decoder: Decoder = NativeDecoder(weights, config, embedding, compact=compact)
         else:
             self._decoder = reference.ReferenceDecoder(weights, config)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._decoder.weight_bytes
 
     @staticmethod
     def available(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:

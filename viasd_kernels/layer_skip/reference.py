@@ -85,6 +85,7 @@ class ReferenceDecoder:
     def __init__(self, weights: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:
         self.config = config
         self.weights = DecoderWeights.from_dict(weights, config)
+        self.weight_bytes = self.weights.num_bytes
         device = self.weights.embedding.device
         self.frequencies = {
             layer.rope: inverse_frequencies(layer.rope, config.head_dim).to(device) for layer in config.layers

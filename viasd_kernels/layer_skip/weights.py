@@ -38,6 +38,13 @@ class DecoderWeights:
     head: torch.Tensor  # [V, D]; the embedding itself where the head is tied
     layers: Tuple[LayerWeights, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all matrices; a tied head counts once."""
+        own = [m for layer in self.layers for m in (layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out)]
+        heads = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        return sum(matrix.nbytes for matrix in own + heads)
+
     @classmethod
     def from_dict(cls, weights: Mapping[str, torch.Tensor], config: DecoderConfig) -> "DecoderWeights":
         """Check the dict against ``weight_shapes(config)`` and arrange it; nothing is copied.
