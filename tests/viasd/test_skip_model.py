@@ -177,6 +177,8 @@ def test_load_takes_the_fast_path_where_there_is_one():
     fast = viasd.load(tiny("llama")).model
     assert fast.implementation == "native"
     assert fast.reason == "llama is an architecture that viasd_kernels knows: one call per pass"
+    short = tiny("llama").bfloat16().float()
+    assert "its weights lose nothing in" in viasd.load(short).model.reason
     generic = viasd.load(tiny("llama").half()).model
     assert generic.implementation == "transformers"
     assert generic.reason.endswith("(not native: no native decoder for torch.float16 on cpu)")

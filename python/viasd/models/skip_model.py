@@ -60,10 +60,17 @@ class SkipModel:
         self.max_positions = max_positions(config)
         self.config_hash = config_hash(config)
         self.eos_token_ids = eos_token_ids(module)
+        num_weights = sum(own.numel() for own in module.parameters())
         plain = plain_logits(self.name, module, self.vocab_size)
         self.decoder = SkipDecoder(weights, decoder_config(config), impl=impl)
         self.implementation = self.decoder.implementation
         self.reason = f"{config.model_type} is an architecture that viasd_kernels knows: one call per pass"
+        plain_bytes = parameter.element_size() * num_weights
+        if self.decoder.weight_bytes < 0.95 * plain_bytes:
+            self.reason += (
+                f"; its weights lose nothing in {self.decoder.weight_bytes / 1e6:,.0f} MB "
+                f"in place of {plain_bytes / 1e6:,.0f}"
+            )
         probe(self, module, plain)
 
     @property

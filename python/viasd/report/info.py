@@ -90,6 +90,8 @@ def kernel_table(device: torch.device) -> Table:
         running = [impl for impl in IMPLEMENTATIONS if _runs(call, impl)]
         preferred = "triton" if device.type == "cuda" else "native"
         table.add_row(name, preferred if preferred in running else "reference", ", ".join(running))
+    decoder = kernels.SkipDecoder.available(device, torch.float32)
+    table.add_row("SkipDecoder", "native" if "native" in decoder else "reference", ", ".join(reversed(decoder)))
     return table
 
 
@@ -116,8 +118,10 @@ def _smallest_calls(device: torch.device) -> Mapping[str, Callable[..., object]]
     tree = kernels.build_tree(tensor([-1]), row_start, max_rows=1, impl="reference")
     rows = (row, logits, coin, row_start)
     head, cache = tensor([[[0.0]]]), tensor([[[[0.0]]]])
-    gate = kernels.Gate("ratio", tensor([0.6]), tensor([0.3]))
+    gate, keep = kernels.Gate("ratio", tensor([0.6]), tensor([0.3])), tensor([True])
     return {
+        "bypass_norm": partial(kernels.bypass_norm, logits, logits, keep, logits[0], eps=1.0),
+        "bypass_linear": partial(kernels.bypass_linear, logits, logits, keep),
         "accept_chain": partial(kernels.accept_chain, *rows, temperature=zero),
         "acceptance_stats": partial(kernels.acceptance_stats, logits, logits, row, temperature=zero),
         "gate_tiers": partial(kernels.gate_tiers, *rows, gate=gate, temperature=zero),
