@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <thread>
+#include <mutex>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -50,27 +52,37 @@ inline ThreadSplit share_threads(int num_threads, int64_t num_items, int64_t num
 // Threads that work through the same phases and meet at barriers in between.
 class Team {
   public:
-    // Spins first, as the wait is mostly short, then lets others run: the processor may have other work than ours.
+    // Spins first, as the wait is mostly short. Then it sleeps: on a busy machine the member waited for has lost its
+    // processor to another program, and gets ours only if we leave it.
     void barrier() {
         if (size == 1) return;
         const uint32_t round = round_.load(std::memory_order_relaxed);
         if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             waiting_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+            {
+                const std::lock_guard<std::mutex> lock(mutex_);
+                round_.store(round + 1, std::memory_order_release);
+            }
+            everyone_.notify_all();
             return;
         }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
-            if (spins < 4000) {
+        const auto passed = [&] { return round_.load(std::memory_order_acquire) != round; };
+        const auto end = std::chrono::steady_clock::now() + SPIN_TIME;
+        do {
+            for (int spins = 0; spins < 32; ++spins) {
+                if (passed()) return;
                 relax();
-            } else {
-                std::this_thread::yield();
             }
-        }
+        } while (std::chrono::steady_clock::now() < end);
+        std::unique_lock<std::mutex> lock(mutex_);
+        everyone_.wait(lock, passed);
     }
 
     int size = 1;
 
   private:
+    static constexpr std::chrono::microseconds SPIN_TIME{50};
+
     static void relax() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -81,6 +93,8 @@ class Team {
 
     alignas(64) std::atomic<int> waiting_{0};
     alignas(64) std::atomic<uint32_t> round_{0};
+    std::mutex mutex_;
+    std::condition_variable everyone_;
 };
 
 // One member's part of [0, count), in multiples of `unit`.
