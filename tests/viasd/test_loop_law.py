@@ -12,7 +12,7 @@ from viasd.decode.draft_length import DraftLength
 from viasd.drafters import Draft
 from viasd.models import Rows
 
-# Two tokens are worth drafting after an accepted one, one at first, none in the cycle after a rejected one.
+# One token is worth drafting at first, two after an accepted one, none in the cycle after a rejected one.
 CHANGING = Costs((1, 2, 3), (1.0, 1.681, 2.3))
 
 
