@@ -6,6 +6,8 @@ there, and those are not counted. viasd: it starts when the prompt but for its l
 token counts. vLLM: a call for one token is the prefill, and the rest of a second call the decoding; its processes hold
 weights of their own, and wait while others decode.
 
+viasd drafts as many tokens a cycle as pay, by costs that it measures during the warm-up; the others draft `--gamma`.
+
 "Transformers, early exit" is `assistant_early_exit`: the first layers of the model itself, then its head, draft. The
 option is meant for models trained for it, but works with every family whose forward runs `layers[:num_hidden_layers]`,
 Llama's among them; how often it is right is another matter.
@@ -203,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=2, help="per category")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-prompt", type=int, default=1024, help="longer prompts are cut to this many tokens")
-    parser.add_argument("--gamma", type=int, default=5, help="drafted tokens per cycle, the others' included")
+    parser.add_argument("--gamma", type=int, default=5, help="drafted tokens per cycle of Transformers and vLLM")
     parser.add_argument("--early-exit", type=int, help="layers that draft in Transformers' early exit; default: half")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM: adds its ways")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, CSV and chart")

@@ -1,7 +1,7 @@
 """Random decoding for as long as one likes: no wrong token, and no growth of memory.
 
-Each case is drawn from its number alone: prompts and their lengths, batch size, drafter, route, draft length, greedy or
-sampled, all at once, streamed and given up half-way, or from several threads. Checked is that
+Each case is drawn from its number alone: prompts and their lengths, batch size, drafter, route, draft length, fixed or
+adaptive, greedy or sampled, all at once, streamed and given up half-way, or from several threads. Checked is that
 
 - greedy output is that of plain decoding with the same model object, except where the two best logits are closer than
   a pass over several rows resolves (`--tie`; such places are counted);
@@ -35,10 +35,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import viasd
+from viasd.decode import Costs
 from viasd.models import TransformersModel
 from viasd.report.terminal import progress_bar
 
 NUM_THREADS = 3
+COSTS = Costs((1, 2, 10), (1.0, 1.4, 3.0))  # made up: a case must repeat, and draft lengths change within it
 
 
 class Mismatch(Exception):
@@ -54,6 +56,7 @@ class Case:
     drafter: str | None
     route: str | None
     gamma: int
+    adaptive: bool
     max_pending: int
     temperature: float
     top_k: int
@@ -72,6 +75,7 @@ class Case:
             drafter=pick.choice((None, "prompt-lookup", "self", "small model")),
             route=pick.choice((None, "default")),
             gamma=pick.randint(1, 9),
+            adaptive=pick.choice((True, False)),
             max_pending=pick.randint(1, 12),
             temperature=pick.choice((0.0, 0.0, 0.5, 1.0, 1.7)),
             top_k=pick.choice((0, 0, 5)),
@@ -100,9 +104,10 @@ class Soak:
     def run(self, number: int) -> None:
         case = Case.draw(number, self.max_length)
         prompts = case.prompts(self.model.vocab_size)
-        speculation = viasd.Speculation(gamma=case.gamma, max_pending=case.max_pending)
+        speculation = viasd.Speculation(gamma=case.gamma, adaptive=case.adaptive, max_pending=case.max_pending)
         drafter: Any = self.small if case.drafter == "small model" else case.drafter
         lm = viasd.load(self.model, drafter=drafter, route=case.route, speculation=speculation)
+        lm.costs = COSTS
         settings = {"max_new_tokens": case.max_new_tokens, "temperature": case.temperature, "seed": number}
         settings |= {"top_k": case.top_k, "top_p": case.top_p}
         again = self.plain if case.temperature == 0 else lm

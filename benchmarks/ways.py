@@ -191,12 +191,11 @@ class VllmWay:
 
 
 def in_process_ways(model: Any, gamma: int, early_exit: int) -> dict[str, Way]:
-    """Transformers' ways and ours on one copy of the weights; the same number of drafted tokens for all."""
+    """Transformers' ways, drafting ``gamma`` tokens a cycle, and ours by default settings; one copy of the weights."""
     # `generate` takes an assistant's drafting settings from the assistant's own configuration: here the model's.
     model.generation_config.num_assistant_tokens = gamma
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
-    speculation = viasd.Speculation(gamma=gamma)
     theirs = {
         BASELINE: {},
         "Transformers, prompt lookup": {"prompt_lookup_num_tokens": gamma},
@@ -204,9 +203,9 @@ def in_process_ways(model: Any, gamma: int, early_exit: int) -> dict[str, Way]:
     }
     ours = {
         "viasd, plain": viasd.load(model, drafter=None),
-        "viasd, prompt lookup": viasd.load(model, drafter="prompt-lookup", speculation=speculation),
-        "viasd, self-drafting": viasd.load(model, drafter="self", speculation=speculation),
-        "viasd, three tiers": viasd.load(model, drafter="prompt-lookup", route="default", speculation=speculation),
+        "viasd, prompt lookup": viasd.load(model, drafter="prompt-lookup"),
+        "viasd, self-drafting": viasd.load(model, drafter="self"),
+        "viasd, three tiers": viasd.load(model, drafter="prompt-lookup", route="default"),
     }
     return {
         **{name: transformers_way(name, model, **options) for name, options in theirs.items()},

@@ -7,6 +7,7 @@ import torch
 import tables
 from tables import DRAFT, SLIM, TableModel, chi_square_pvalue, sample_counts, target_law, total_variation
 from viasd import DecodeRun, ModelDrafter, SelfDrafter, Speculation
+from viasd.decode import Costs
 from viasd.drafters import Draft, Drafter
 from viasd_kernels import uniforms
 
@@ -14,12 +15,14 @@ TRIALS = 200_000
 FALSE_ALARM = 1e-9
 
 
-def sampled(model, drafter, route, coins=uniforms, trials=TRIALS, **options):
+def sampled(model, drafter, route, coins=uniforms, trials=TRIALS, costs=None, **options):
     """How often each output came, and the law it should come from."""
     speculation = Speculation(gamma=2, max_pending=3, **options)
 
     def run(requests):
-        return DecodeRun(model, requests, drafter=drafter, route=route, speculation=speculation, coins=coins)
+        return DecodeRun(
+            model, requests, drafter=drafter, route=route, speculation=speculation, costs=costs, coins=coins
+        )
 
     counts = sample_counts(run, lambda seed: tables.request(seed, 3, eos=(2,)), trials)
     return counts, target_law(model, tables.request(0, 3, eos=(2,)))
@@ -74,6 +77,12 @@ def test_chains(kind, route):
     model = TableModel(3, 61)
     drafter = SelfDrafter(model, DRAFT) if kind == "self" else ModelDrafter(TableModel(3, 62))
     assert pvalue(model, drafter, route) > FALSE_ALARM
+
+
+def test_a_changing_draft_length():
+    """One token is drafted at first, none in the cycle after a rejected one."""
+    model = TableModel(3, 65)
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, costs=Costs((1, 2, 3), (1.0, 1.681, 2.3))) > FALSE_ALARM
 
 
 def test_sequences_that_escalate_together():

@@ -123,7 +123,8 @@ def check_equal(module, result, reference):
 
 def run(lm, first_layers, references, drafter, route, count, new_tokens):
     drafter = first_layers if drafter == "model" else drafter
-    target = viasd.load(lm.model, tokenizer=lm.tokenizer, drafter=drafter, route=route)
+    fixed = viasd.Speculation(adaptive=False)  # drafting must be tested where it does not pay, too
+    target = viasd.load(lm.model, tokenizer=lm.tokenizer, drafter=drafter, route=route, speculation=fixed)
     chosen = prompts(count)
     ties = 0
     for prompt in chosen:

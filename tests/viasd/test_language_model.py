@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import viasd
 from viasd import DecodeError, InvalidInput, Route, RouteMismatch, UnsupportedModel
 
+FIXED = viasd.Speculation(gamma=5, adaptive=False)  # models this small are too fast for drafting to pay
 WORDS = [f"w{i}" for i in range(60)]
 
 
@@ -29,7 +30,7 @@ def tokenizer(words=WORDS):
 
 @pytest.fixture(scope="module")
 def lm():
-    return viasd.load(tiny(), tokenizer=tokenizer(), drafter="self", route="default")
+    return viasd.load(tiny(), tokenizer=tokenizer(), drafter="self", route="default", speculation=FIXED)
 
 
 def transformers_greedy(model, ids, n):
@@ -42,7 +43,7 @@ def transformers_greedy(model, ids, n):
 @pytest.mark.parametrize("drafter", [None, "prompt-lookup", "self", "model"])
 def test_greedy_equals_transformers(drafter, route):
     module = tiny(1)
-    lm = viasd.load(module, drafter=tiny(2) if drafter == "model" else drafter, route=route)
+    lm = viasd.load(module, drafter=tiny(2) if drafter == "model" else drafter, route=route, speculation=FIXED)
     prompts = [[5, 6, 7], list(range(20)), [9], [3, 4, 3, 4, 3]]
     for prompt, result in zip(prompts, lm.generate(prompts, max_new_tokens=20), strict=True):
         assert result.tokens == transformers_greedy(module, prompt, 20)
@@ -104,7 +105,7 @@ def test_end_of_sequence_comes_from_the_model_unless_given():
     plain = transformers_greedy(module, [5, 6], 12)
     stop = plain[6]
     module.generation_config.eos_token_id = [stop, 59]
-    lm = viasd.load(module, drafter="self")
+    lm = viasd.load(module, drafter="self", speculation=FIXED)
     expected = plain[: plain.index(stop) + 1]
     assert lm.generate([5, 6], max_new_tokens=12).tokens == expected
     assert lm.generate([5, 6], max_new_tokens=12).finish_reason == "eos"
@@ -116,7 +117,8 @@ def test_a_folder_loads_with_its_tokenizer_and_can_draft(tmp_path):
     module = tiny(4)
     module.save_pretrained(tmp_path / "target")
     tokenizer().save_pretrained(tmp_path / "target")
-    lm = viasd.load(tmp_path / "target", drafter=tmp_path / "target")
+    speculation = viasd.Speculation(gamma=4, adaptive=False)
+    lm = viasd.load(tmp_path / "target", drafter=tmp_path / "target", speculation=speculation)
     assert lm.name == "target"
     result = lm.generate("w5 w6", max_new_tokens=10)
     assert result.tokens == transformers_greedy(module, [5, 6], 10)
@@ -233,7 +235,7 @@ def test_a_prompt_longer_than_one_prefill_pass():
     prompt = torch.randint(0, 60, (1300,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = transformers_greedy(module, prompt, 6)
     for drafter in ("self", tiny(12, max_position_embeddings=1400)):
-        lm = viasd.load(module, drafter=drafter, route="default")
+        lm = viasd.load(module, drafter=drafter, route="default", speculation=FIXED)
         assert lm.generate(prompt, max_new_tokens=6).tokens == expected
 
 
@@ -273,7 +275,7 @@ def test_padded_vocabularies_work_with_tokenizers(tmp_path):
     tiny(7, vocab_size=64).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     module = tiny(8)
-    lm = viasd.load(module, tokenizer=tokenizer(), drafter=tmp_path)
+    lm = viasd.load(module, tokenizer=tokenizer(), drafter=tmp_path, speculation=FIXED)
     assert lm.generate([5, 6], max_new_tokens=12).tokens == transformers_greedy(module, [5, 6], 12)
 
 
@@ -287,7 +289,7 @@ def test_broken_weights_are_refused_at_load():
 
 def test_what_breaks_while_decoding_loses_nothing():
     module = tiny(10)
-    lm = viasd.load(module, drafter="self")
+    lm = viasd.load(module, drafter="self", speculation=FIXED)
     plain = transformers_greedy(module, [5, 6], 3)
     with torch.no_grad():
         module.model.embed_tokens.weight[plain[1]] = float("nan")

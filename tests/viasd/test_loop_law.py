@@ -1,17 +1,22 @@
 """The exact law of the whole loop, by enumeration: it must be the full model's own, to rounding."""
 
+import numpy as np
 import pytest
 import torch
 
 import tables
 from tables import DRAFT, SLIM, Enumeration, TableModel, target_law, total_variation
 from viasd import DecodeRun, Gate, ModelDrafter, PromptLookup, SelfDrafter, Speculation
-from viasd.decode import loop, verification
+from viasd.decode import Costs, loop, verification
+from viasd.decode.draft_length import DraftLength
 from viasd.drafters import Draft
 from viasd.models import Rows
 
+# One token is worth drafting at first, two after an accepted one, none in the cycle after a rejected one.
+CHANGING = Costs((1, 2, 3), (1.0, 1.681, 2.3))
 
-def exact_law(monkeypatch, model, drafter, route, speculation, make, key=None):
+
+def exact_law(monkeypatch, model, drafter, route, speculation, make, key=None, costs=None):
     enumeration = Enumeration(key) if key else Enumeration()
     spied = enumeration.spy(verification.accept_chain)
     with monkeypatch.context() as patch:
@@ -19,7 +24,7 @@ def exact_law(monkeypatch, model, drafter, route, speculation, make, key=None):
         patch.setattr(loop, "accept_chain", spied)
         return enumeration.law(
             lambda requests, coins: DecodeRun(
-                model, requests, drafter=drafter, route=route, speculation=speculation, coins=coins
+                model, requests, drafter=drafter, route=route, speculation=speculation, costs=costs, coins=coins
             ),
             make,
         )
@@ -83,6 +88,34 @@ def test_no_gate_changes_the_law(monkeypatch, gate):
     assert total_variation(law, target_law(model, tables.request(0, 3))) < 1e-9
 
 
+@pytest.mark.parametrize("kind", ["self", "model"])
+@pytest.mark.parametrize(
+    ("vocab_size", "new_tokens", "route"),
+    [(2, 6, None), (3, 5, None), (2, 4, SLIM)],
+    ids=["V2-two", "V3-two", "V2-three"],
+)
+def test_a_changing_draft_length_keeps_the_law(monkeypatch, vocab_size, new_tokens, route, kind):
+    model = TableModel(vocab_size, 22)
+    chosen = set()
+
+    def choose(self, levels, original=DraftLength.choose):
+        length = original(self, levels)
+        if len(levels) == 2:  # where there is room for any length
+            chosen.add(length)
+        return length
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    speculation = Speculation(gamma=2, max_pending=2)
+
+    def make(world):
+        return tables.request(world, new_tokens)
+
+    law = exact_law(monkeypatch, model, make_drafter(kind, model), route, speculation, make, costs=CHANGING)
+    assert chosen == {0, 1, 2}
+    assert abs(sum(law.values()) - 1) < 1e-9
+    assert total_variation(law, target_law(model, make(0))) < 1e-9
+
+
 class Censoring(SelfDrafter):
     """Stops at an unlikely token and drops it: what is kept was not drawn from what is reported."""
 
@@ -116,11 +149,14 @@ class StoppingWhereUnsure(Censoring):
 
 
 @pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+@pytest.mark.parametrize("costs", [None, CHANGING], ids=["fixed", "adaptive"])
 @pytest.mark.parametrize(("drafter", "exact"), [(Censoring, False), (StoppingWhereUnsure, True)])
-def test_a_drafter_that_censors_its_own_tokens_is_caught(monkeypatch, drafter, exact, route):
+def test_a_draft_length_that_peeks_at_the_drawn_token_is_caught(monkeypatch, drafter, exact, costs, route):
     model = TableModel(3, 31, spread=0.5)
     speculation = Speculation(gamma=2, max_pending=2)
-    law = exact_law(monkeypatch, model, drafter(model, DRAFT), route, speculation, lambda w: tables.request(w, 3))
+    law = exact_law(
+        monkeypatch, model, drafter(model, DRAFT), route, speculation, lambda w: tables.request(w, 3), costs=costs
+    )
     distance = total_variation(law, target_law(model, tables.request(0, 3)))
     assert distance < 1e-9 if exact else distance >= 0.05
 
@@ -138,6 +174,46 @@ def test_coins_used_twice_are_caught(monkeypatch, key):
     )
     assert abs(sum(law.values()) - 1) < 1e-9
     assert total_variation(law, target_law(model, tables.request(0, 3))) >= 0.05
+
+
+# Probability of token 0 as the first one and later.
+SECOND_THOUGHTS = {"draft": (0.9, 0.9), "slim": (0.1, 0.5), "full": (0.9, 0.5)}
+
+
+class SecondThoughts(TableModel):
+    """The full model mostly undoes the slim tier's first token; about the others the two agree, and not the draft."""
+
+    def _row(self, tier, prefix, num_full):
+        index = super()._row(tier, prefix, num_full)
+        of_first, of_others = SECOND_THOUGHTS[tier]
+        prob = of_first if len(prefix) == 2 else of_others
+        self._rows[index] = np.array([prob, 1 - prob])
+        return index
+
+
+@pytest.mark.parametrize(("costs", "exact"), [(None, True), (Costs((1, 2), (1.0, 1.67)), False)])
+def test_old_coins_for_a_discarded_position_are_caught_once_the_draft_length_adapts(monkeypatch, costs, exact):
+    """Drafting and checking a position again with its own old coins is harmless until the length depends on them."""
+
+    def by_position(sequences, coins, kind):
+        return lambda seeds, draws, n: coins(seeds, torch.tensor([-2 * len(s.tokens) - kind for s in sequences]), n)
+
+    def coins_for(sequences, row_start, coins, device, original=loop.coins_for):
+        return original(sequences, row_start, by_position(sequences, coins, 0), device)
+
+    def verify(model, cache, sequences, draft, coins, *, route, original=loop.verify, **options):
+        coins = by_position(sequences, coins, 1) if route else coins
+        return original(model, cache, sequences, draft, coins, route=route, **options)
+
+    monkeypatch.setattr(loop, "coins_for", coins_for)
+    monkeypatch.setattr(loop, "verify", verify)
+    model = SecondThoughts(2, 40)
+    speculation = Speculation(gamma=1, max_pending=2, gate=Gate("ratio", 0.0, 0.0))
+    drafter = SelfDrafter(model, DRAFT)
+    law = exact_law(monkeypatch, model, drafter, SLIM, speculation, lambda w: tables.request(w, 3), costs=costs)
+    assert abs(sum(law.values()) - 1) < 1e-9
+    distance = total_variation(law, target_law(model, tables.request(0, 3)))
+    assert distance < 1e-9 if exact else distance >= 0.05
 
 
 def test_a_stale_slim_key_would_show():

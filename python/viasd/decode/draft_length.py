@@ -20,6 +20,7 @@ CONTEXT_TOKENS = 64  # of a calibrating pass: long enough for a real pass, short
 REPEATS = 3
 RATE = 0.15  # weight of the newest outcome in the acceptance of its level
 RECOVERY = 0.02  # how fast an acceptance returns to what was expected of it while nothing is drafted
+PATIENCE = 64  # cycles without a draft after which one token is tried against all expectation
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class DraftLength:
     k = argmax (1 + sum_{i=1..k} a_1 ... a_i) / cost(k), where a_i is the acceptance expected of the i-th drafted token.
     Drafters sort their tokens into levels by what they know before drawing; each level's acceptance is an
     exponentially weighted mean of its outcomes. While nothing is drafted it drifts back to the drafter's own
-    expectation, so that drafting is tried again now and then, with as few tokens as could pay.
+    expectation, so that drafting is tried again now and then, with as few tokens as could pay. Where that expectation
+    is too low to pay but a perfect drafter would, one token is tried now and then, and on until one is rejected.
 
     With a slim tier the slim verifier is the first one, and only its time counts: the full model's is nearly
     proportional to the tokens emitted, so the best k for both together is the best for the slim tier.
@@ -65,6 +67,7 @@ class DraftLength:
         self.expected = expected_acceptance
         self.acceptance = list(expected_acceptance)
         self.levels: Sequence[int] = ()
+        self.paused = 0
 
     def choose(self, levels: Sequence[int]) -> int:
         """How many of the tokens with these levels, which the drafter could propose next, should be drafted."""
@@ -76,14 +79,25 @@ class DraftLength:
             rate = expected_tokens / self.costs.cycle_ms(k)
             if rate > best_rate:
                 best, best_rate = k, rate
-        if not best:
-            for level in set(levels):
-                self.acceptance[level] += RECOVERY * (self.expected[level] - self.acceptance[level])
+        if levels and not best:
+            self.paused += 1
+            if self.paused > PATIENCE and self._could_pay(len(levels)):
+                best = 1
+            else:
+                for level in set(levels):
+                    self.acceptance[level] += RECOVERY * (self.expected[level] - self.acceptance[level])
         self.levels = levels[:best]
         return best
 
+    def _could_pay(self, limit: int) -> bool:
+        """Whether drafting would pay if every token were accepted."""
+        cycle_ms = self.costs.cycle_ms
+        return any((k + 1) / cycle_ms(k) > 1.0 / cycle_ms(0) for k in range(1, limit + 1))
+
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """What the first verifier made of the draft; tokens after the first rejected one say nothing."""
+        if num_accepted < num_drafted:
+            self.paused = 0
         for i, level in enumerate(self.levels[: min(num_drafted, num_accepted + 1)]):
             self.acceptance[level] += RATE * ((i < num_accepted) - self.acceptance[level])
 

@@ -74,7 +74,10 @@ def describe(lm: LanguageModel) -> Iterator[tuple[str, str]]:
     )
     yield "forward", f"{model.implementation}: {model.reason}"
     drafter = lm.drafter.name if lm.drafter else "none"
-    yield "draft", f"{drafter} (the default of --drafter), up to {lm.speculation.gamma} tokens a cycle"
+    yield (
+        "draft",
+        f"{drafter} (the default of --drafter), up to {lm.speculation.gamma} tokens a cycle, as many as pay here",
+    )
     if route is not None:
         yield (
             "slim",
