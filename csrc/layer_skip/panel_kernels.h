@@ -56,7 +56,7 @@ struct PanelKernels {
     void (*add_values)(const float* values, int64_t num_panels, const float* weights, int64_t m, float* y,
                        int64_t y_stride);
 
-    // 16 rows of `depth` elements into one panel of floats; null rows enter as zeros.
+    // 16 rows of `depth` elements into one panel of floats; null rows, never the first, enter as zeros.
     void (*pack)(Element from, const void* const rows[PANEL], int64_t depth, float* panel);
 
     // A panel of any coding into one of floats, and one of floats into one of bfloat16, rounded.
