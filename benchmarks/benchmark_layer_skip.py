@@ -109,9 +109,10 @@ def logits_of(decoder: SkipDecoder, pool: KVPool, ids: torch.Tensor, context: in
 class Model:
     """One copy of the weights: our decoder with its pool, and Transformers' model with its cache."""
 
-    def __init__(self, module: torch.nn.Module, impl: str, num_slots: int) -> None:
+    def __init__(self, module: torch.nn.Module, impl: str, num_slots: int, compact: bool) -> None:
         self.module = module
-        self.decoder = SkipDecoder(decoder_weights(module), decoder_config(module.config), impl=impl)
+        self.compact = compact
+        self.decoder = SkipDecoder(decoder_weights(module), decoder_config(module.config), impl=impl, compact=compact)
         self.pool = self.decoder.new_pool(num_slots)
         self.cache: Any = None
 
@@ -125,7 +126,7 @@ class Model:
         weights = decoder_weights(self.module).items()
         kept = {name: tensor for name, tensor in weights if not name.startswith(dropped)}
         config = replace(full, layers=full.layers[:num_layers])
-        decoder = SkipDecoder(kept, config, impl=self.decoder.implementation)
+        decoder = SkipDecoder(kept, config, impl=self.decoder.implementation, compact=self.compact)
         return decoder, decoder.new_pool(self.pool.num_slots)
 
     @torch.no_grad()
@@ -149,12 +150,14 @@ def load_copies(arguments: argparse.Namespace, dtype_name: str, buffer_bytes: in
     module = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[dtype_name]).eval()
     size = sum(tensor.nbytes for tensor in module.parameters())
     num_slots = max(*arguments.contexts, *arguments.prefills) + max(arguments.rows)
+    compact = not arguments.as_given
     try:
-        first = Model(module, "native", num_slots)
+        first = Model(module, "native", num_slots, compact)
     except NotImplementedError:
-        first = Model(module, "reference", num_slots)
+        first = Model(module, "reference", num_slots, compact)
     count = max(1, -(-buffer_bytes // size))
-    return [first, *(Model(deepcopy(module), first.decoder.implementation, num_slots) for _ in range(count - 1))]
+    impl = first.decoder.implementation
+    return [first, *(Model(deepcopy(module), impl, num_slots, compact) for _ in range(count - 1))]
 
 
 def weight_bytes(decoder: SkipDecoder, weights: Mapping[str, torch.Tensor]) -> int:
@@ -178,7 +181,7 @@ def check_step(model: Model, dtype_name: str, ids: torch.Tensor, context: int) -
 
 
 def measure_steps(report: Report, copies: Sequence[Model], context: int, dtype_name: str) -> list[dict[str, Any]]:
-    """Steps of every number of rows, ours and Transformers', and those with a third of the layers bypassed."""
+    """Steps of every number of rows, ours and Transformers', and those with all layers but the first bypassed."""
     model, rows = copies[0], report.arguments.rows
     decoder, config = model.decoder, model.decoder.config
     ids = torch.randint(config.vocab_size, (context + max(rows),), generator=torch.Generator().manual_seed(0))
@@ -189,9 +192,8 @@ def measure_steps(report: Report, copies: Sequence[Model], context: int, dtype_n
 
     at = len(copies)
     chunks = {count: ids[context : context + count] for count in rows}
-    bypassed = max(1, config.num_layers // 3)
-    route = [(layer < config.num_layers - bypassed,) * 2 for layer in range(config.num_layers)]
-    cuts = [copy.cut(config.num_layers - bypassed) for copy in copies]
+    route = [(layer == 0,) * 2 for layer in range(config.num_layers)]
+    cuts = [copy.cut(1) for copy in copies]
     one = chunks[min(rows)]
     bypass_ways = {
         "cut": lambda turn: logits_of(*cuts[turn % at], one, context),
@@ -220,13 +222,14 @@ def measure_steps(report: Report, copies: Sequence[Model], context: int, dtype_n
                 "implementation": decoder.implementation,
                 "p50_ms": percentiles(ours)["p50_ms"],
                 "weight_bytes": weights,
+                "stored_bytes": decoder.weight_bytes,
                 "times_fewest_rows": paired_ratio(ours, first),
                 "transformers_times_ours": paired_ratio(theirs, ours),
             }
         )
     full, short = (percentiles(times[name])["p50_ms"] for name in (f"ours {min(rows)}", "cut"))
     left = percentiles(times["bypassed"])["p50_ms"] - short
-    steps[0]["bypassed_layers"] = bypassed
+    steps[0]["bypassed_layers"] = config.num_layers - 1
     steps[0]["bypassed_layer_share"] = left / (full - short)
     return steps
 
@@ -270,11 +273,12 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--prefills", type=int, nargs="*", default=[512, 1024], help="lengths of prompts")
     parser.add_argument("--skip", nargs="*", choices=("ops", "steps"), default=[], help="what not to measure")
+    parser.add_argument("--as-given", action="store_true", help="store weights as given, not in fewer bytes")
     arguments = parser.parse_args()
     arguments.model = arguments.model or embedded_model()
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # of `past_key_values`, whose new name older releases do not know
-    report = Report("layer_skip", arguments)
+    report = Report("layer_skip_as_given" if arguments.as_given else "layer_skip", arguments)
     steps: list[dict[str, Any]] = []
     for dtype in arguments.dtypes:
         copies = load_copies(arguments, dtype, report.buffer_bytes)

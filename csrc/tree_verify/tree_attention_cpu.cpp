@@ -11,7 +11,7 @@ namespace viasd {
 
 namespace {
 
-constexpr int64_t MAX_HEAD_QUERIES = 48;  // query vectors that share a tile of a head's keys
+constexpr int64_t MAX_HEAD_QUERIES = 96;  // query vectors that share a tile of a head's keys
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Bits [first, first + KEY_TILE) of bit words; bits outside them are 0.
