@@ -1,4 +1,4 @@
-"""Random decoding for most of a minute, and that the soak run would notice a wrong token."""
+"""Random decoding for a minute, and that the soak run would notice a wrong token."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 @pytest.mark.skipif(sys.platform != "linux", reason="the soak run reads memory the way Linux tells it")
 def test_random_decoding_gives_no_wrong_token_and_takes_no_more_memory():
     # A process of its own: the memory of other tests must not count.
-    command = [sys.executable, str(SCRIPT), "--minutes", "0.6"]
+    command = [sys.executable, str(SCRIPT), "--minutes", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
