@@ -194,6 +194,8 @@ class Report:
             names = (row[name] for name in ("op", "case", "dtype", "way"))
             table.add_row(*names, *cells, f"{row['bytes'] / 1e6:.2f}", f"{row['fraction']:.0%} {row['bandwidth']}")
         settings = {name: value for name, value in vars(self.arguments).items() if name != "out"}
+        # Folders of this machine are nobody else's business.
+        settings = {name: value.name if isinstance(value, Path) else value for name, value in settings.items()}
         content = {"settings": settings, "environment": environment(), "bandwidth": self.bandwidth.to_dict()}
         self.arguments.out.mkdir(parents=True, exist_ok=True)
         file = self.arguments.out / f"{self.name}.json"
