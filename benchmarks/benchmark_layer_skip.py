@@ -149,7 +149,7 @@ def load_copies(arguments: argparse.Namespace, dtype_name: str, buffer_bytes: in
     """Native where there is such a step, else the reference."""
     module = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[dtype_name]).eval()
     size = sum(tensor.nbytes for tensor in module.parameters())
-    num_slots = max(*arguments.contexts, *arguments.prefills) + max(arguments.rows)
+    num_slots = max([*arguments.contexts, *arguments.prefills]) + max(arguments.rows)
     compact = not arguments.as_given
     try:
         first = Model(module, "native", num_slots, compact)
