@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <string>
 
 #if defined(__linux__)
 #include <sys/mman.h>

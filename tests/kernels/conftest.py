@@ -3,8 +3,7 @@
 import hf_mapping
 import pytest
 import torch
-
-from viasd_kernels.native import load_native
+from native_cases import cpu_level
 
 
 @pytest.fixture
@@ -16,16 +15,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def cpu_level(request):
+@pytest.fixture(name="cpu_level", params=["portable", "avx2", "avx512"])
+def each_cpu_level(request):
     """The test runs on each compiled variant that this processor supports."""
-    native = load_native()
-    try:
-        native.set_cpu_level(request.param)
-    except ValueError:
-        pytest.skip(f"this processor does not support {request.param}")
-    yield request.param
-    native.set_cpu_level("auto")
+    with cpu_level(request.param):
+        yield request.param
 
 
 @pytest.fixture
