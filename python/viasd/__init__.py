@@ -6,10 +6,12 @@ lm = viasd.load(drafter="prompt-lookup", route="default")
 print(lm.generate([{"role": "user", "content": "What is a tide?"}], max_new_tokens=64).text)
 """
 
-from viasd.decode import DecodeRun, Gate, Request, Result, Speculation, Stats, Token
+from viasd.decode import Admission, DecodeRun, Gate, Request, Result, Speculation, Stats, Token, TokenLogprobs
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
 from viasd.errors import (
+    ApproximateOutput,
     DecodeError,
+    DecodeInterrupted,
     InvalidInput,
     ModelNotInstalled,
     RouteMismatch,
@@ -22,7 +24,10 @@ from viasd.routing import Route
 from viasd.sampling import Sampling
 
 __all__ = [
+    "Admission",
+    "ApproximateOutput",
     "DecodeError",
+    "DecodeInterrupted",
     "DecodeRun",
     "Drafter",
     "Gate",
@@ -43,6 +48,7 @@ __all__ = [
     "Stats",
     "Stream",
     "Token",
+    "TokenLogprobs",
     "TransformersModel",
     "UnsupportedModel",
     "ViasdError",

@@ -34,3 +34,21 @@ class DecodeError(ViasdError, RuntimeError):
     def __init__(self, message: str, results: list[Result]) -> None:
         super().__init__(message)
         self.results = results
+
+
+class DecodeInterrupted(KeyboardInterrupt):
+    """Ctrl-C while decoding. ``results`` holds what every request of the call had generated."""
+
+    def __init__(self, results: list[Result]) -> None:
+        super().__init__()
+        self.results = results
+
+
+class ApproximateOutput(UserWarning):
+    """Decoding by a rule that does not reproduce the full model's distribution; shown once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "mode='tiered' approximates the full model: what the gate lets pass is never checked by it. Compare the "
+            "output with mode='exact' before you rely on it"
+        )

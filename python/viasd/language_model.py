@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from viasd.decode import Costs, DecodeRun, Request, Result, Speculation, Token, measure_costs
+from viasd.decode import Admission, Costs, DecodeRun, Request, Result, Speculation, Token, measure_costs
+from viasd.decode.request import LogitsProcessor, Stopping
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
-from viasd.errors import DecodeError, InvalidInput
+from viasd.errors import DecodeError, DecodeInterrupted, InvalidInput
 from viasd.models import Model, SkipModel, TransformersModel
 from viasd.models.hf_mapping import UnknownArchitecture
 from viasd.routing import Route
 from viasd.sampling import Sampling
-from viasd.text import Detokenizer, Prompt, encode, is_batch
+from viasd.text import Detokenizer, Prompt, StopStrings, cut_at, encode, is_batch
 
 # Shares of the middle sub-layers that routes bypass before a search has found better ones. Measured on the embedded
 # model: evenly spread, 45 % of the middle leaves 1 % of the full model's choices; a seventh of the attentions, 75 %.
@@ -67,25 +69,30 @@ class LanguageModel:
         self,
         prompt: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int | Sequence[int] | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        speculation: Speculation | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        stopping: Stopping | None = None,
+        admission: Admission | None = None,
+        progress: bool | None = None,
+        **settings: Any,
     ) -> Any:
-        """Continue a prompt, or several together.
+        """Continue a prompt, or any number of them.
 
         The output is distributed exactly as the full model's own, and greedy output (``temperature=0``) is the full
-        model's token for token.
+        model's token for token, unless ``speculation`` asks for the approximate tiered mode. Many prompts are decoded
+        side by side, as many at a time as memory holds; none changes another's output.
 
         Args:
             prompt: text, chat messages (dicts with "role" and "content"; the chat template is applied) or ids; or a
                 list of such prompts.
-            max_new_tokens, temperature, top_k, top_p, min_p, eos_token_ids: see ``viasd.Sampling``.
             seed: of the request's own coins. The same seed gives the same output whatever else is in the call; give a
                 list, one per prompt, to sample the same prompt in different ways.
+            speculation: in place of the one that the model was loaded with.
+            logits_processor, stopping: see ``viasd.Request``.
+            admission: how many prompts are decoded at a time, if not as many as fit.
+            progress: show a bar; None shows one on a terminal, for more than 8 prompts.
+            settings: ``max_new_tokens``, ``temperature`` and all others of ``viasd.Sampling``.
 
         Returns:
             A ``Result``; for a list of prompts a list of them, in order.
@@ -93,14 +100,21 @@ class LanguageModel:
         Raises:
             InvalidInput: a prompt or a setting that cannot work.
             DecodeError: a request broke off; its ``results`` hold what all of them generated.
+            DecodeInterrupted: Ctrl-C; likewise.
         """
         prompts = list(prompt) if is_batch(prompt) else [prompt]
-        settings = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, None, _ids_or_none(eos_token_ids))
-        run = self._run(prompts, settings, seed)
-        for _ in run.cycles():
-            pass
-        for result in run.results:
-            result.text = self._text(result.tokens)
+        hooks = {"speculation": speculation, "logits_processor": logits_processor, "stopping": stopping}
+        run = self._run(prompts, _sampling(settings), seed, hooks, admission)
+        interrupted = False
+        try:
+            for _ in _with_bar(run, progress):
+                pass
+        except KeyboardInterrupt:
+            interrupted = True
+        for request, result in zip(run.requests, run.results, strict=True):
+            result.text = self._text(result.tokens, request.sampling.stop)
+        if interrupted:
+            raise DecodeInterrupted(run.results)
         broken = [f"prompt {i}: {result.error}" for i, result in enumerate(run.results) if result.error]
         if broken:
             raise DecodeError("; ".join(broken), run.results)
@@ -110,21 +124,26 @@ class LanguageModel:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        speculation: Speculation | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        stopping: Stopping | None = None,
+        **settings: Any,
     ) -> Stream:
         """Continue one prompt and hand out each token as soon as it is final; arguments as in ``generate``."""
         if is_batch(prompt):
             raise InvalidInput("prompt: stream takes one prompt, got a list of them")
-        settings = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, None, _ids_or_none(eos_token_ids))
-        return Stream(self._run([prompt], settings, seed), self.tokenizer)
+        hooks = {"speculation": speculation, "logits_processor": logits_processor, "stopping": stopping}
+        return Stream(self._run([prompt], _sampling(settings), seed, hooks), self.tokenizer)
 
-    def _run(self, prompts: Sequence[Any], settings: Sampling, seed: int | Sequence[int] | None) -> DecodeRun:
+    def _run(
+        self,
+        prompts: Sequence[Any],
+        settings: Sampling,
+        seed: int | Sequence[int] | None,
+        hooks: dict[str, Any],
+        admission: Admission | None = None,
+    ) -> DecodeRun:
         if isinstance(seed, Sequence) and len(seed) != len(prompts):
             raise InvalidInput(f"seed must be one number or one per prompt, {len(prompts)}, got {len(seed)}")
         eos = self.eos_token_ids if settings.eos_token_ids is None else settings.eos_token_ids
@@ -134,7 +153,10 @@ class LanguageModel:
             if own_seed is None:
                 own_seed = int(torch.randint(2**62, ()))
             ids = encode(prompt, self.tokenizer)
-            requests.append(Request(ids, replace(settings, seed=own_seed, eos_token_ids=eos)))
+            own_hooks = hooks
+            if settings.stop:
+                own_hooks = {**hooks, "stopping": self._stopping(settings, len(ids), hooks["stopping"])}
+            requests.append(Request(ids, replace(settings, seed=own_seed, eos_token_ids=eos), **own_hooks))
         return DecodeRun(
             self.model,
             requests,
@@ -142,7 +164,18 @@ class LanguageModel:
             route=self.route,
             speculation=self.speculation,
             costs=self._measured_costs(),
+            admission=admission,
         )
+
+    def _stopping(self, settings: Sampling, num_prompt: int, other: Stopping | None) -> Stopping:
+        strings = StopStrings(settings.stop, self.tokenizer)
+
+        def stopping(tokens: list[int]) -> bool:
+            output = tokens[num_prompt:]
+            found = len(output) > settings.min_new_tokens and strings.ends(output)
+            return found or bool(other and other(tokens))
+
+        return stopping
 
     def _measured_costs(self) -> Costs | None:
         if self.drafter and self.speculation.adaptive:
@@ -150,8 +183,8 @@ class LanguageModel:
                 self.costs = self.costs or measure_costs(self.model, self.drafter, self.route)
         return self.costs
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer else ""
+    def _text(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        return cut_at(stop, self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer else ""
 
 
 class Stream(Iterator[Token]):
@@ -160,6 +193,7 @@ class Stream(Iterator[Token]):
     def __init__(self, run: DecodeRun, tokenizer: Any) -> None:
         self._run = run
         self._tokenizer = tokenizer
+        self._stop = run.requests[0].sampling.stop
         self._tokens = self._generate()
 
     def __next__(self) -> Token:
@@ -169,11 +203,11 @@ class Stream(Iterator[Token]):
     def result(self) -> Result:
         result = self._run.results[0]
         if self._tokenizer:
-            result.text = self._tokenizer.decode(result.tokens, skip_special_tokens=True)
+            result.text = cut_at(self._stop, self._tokenizer.decode(result.tokens, skip_special_tokens=True))
         return result
 
     def _generate(self) -> Iterator[Token]:
-        detokenizer = Detokenizer(self._tokenizer)
+        detokenizer = Detokenizer(self._tokenizer, self._stop)
         result = self._run.results[0]
         for cycle in self._run.cycles():
             for progress in cycle:
@@ -357,5 +391,28 @@ def _check_vocabularies(small: Model, small_tokenizer: Any, target: Model, token
         )
 
 
-def _ids_or_none(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """The settings of a call; a single end-of-sequence id and lists of ids are taken too."""
+    names = [field.name for field in fields(Sampling) if field.name != "seed"]
+    unknown = sorted(settings.keys() - set(names))
+    if unknown:
+        raise InvalidInput(f"{unknown[0]} is not a setting; there are {', '.join(names)}")
+    eos = settings.get("eos_token_ids")
+    if eos is not None:
+        settings = {**settings, "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos)}
+    return Sampling(**settings)
+
+
+def _with_bar(run: DecodeRun, progress: bool | None) -> Iterator[Any]:
+    """The run's cycles, with a bar that counts finished requests and tokens."""
+    from tqdm import tqdm  # Transformers requires it
+
+    hidden = not progress if progress is not None else len(run.results) <= 8 or not sys.stderr.isatty()
+    with tqdm(total=len(run.results), unit="prompt", disable=hidden) as bar:
+        num_tokens = 0
+        for cycle in run.cycles():
+            num_tokens += sum(len(own.tokens) for own in cycle)
+            bar.update(sum(run.results[own.index].finish_reason is not None for own in cycle))
+            if bar.format_dict["elapsed"]:
+                bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tokens/s", refresh=False)
+            yield cycle

@@ -7,19 +7,22 @@ logits over a slot that a slim pass wrote come from a table of their own, so a s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from viasd import DecodeRun, Request, Route, Sampling
+from viasd.decode import Admission
 from viasd.models import DecoderOutput, Rows, SlotPool
-from viasd.sampling import mask_rows
+from viasd.sampling import edit_row, mask_rows
 
 SLIM = Route((True, False, False, True), (True, False, False, True))
 DRAFT = Route((True, False, False, True), (True, False, True, True))
+TOGETHER = Admission(max_sequences=10**6)  # all worlds in one batch
 TIERS = {None: "full", SLIM: "slim", DRAFT: "draft"}
 
 
@@ -91,12 +94,22 @@ class TableModel:
             cache.written[slot] = (token, position, tier)
         if logits_rows is not None:
             chosen = [chosen[row] for row in logits_rows]
-        return DecoderOutput(torch.from_numpy(np.log(np.stack(self._rows)))[torch.tensor(chosen)])
+        needed, inverse = np.unique(chosen, return_inverse=True)
+        logits = np.log(np.stack([self._rows[row] for row in needed]))
+        return DecoderOutput(torch.from_numpy(logits)[torch.from_numpy(inverse)])
 
 
-def request(seed: int, max_new_tokens: int, *, eos: tuple[int, ...] = (), **settings: Any) -> Request:
+def request(
+    seed: int,
+    max_new_tokens: int,
+    *,
+    eos: tuple[int, ...] = (),
+    hooks: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> Request:
+    """``hooks`` are fields of ``Request``, ``settings`` of ``Sampling``."""
     settings = {"temperature": 1.0, **settings}
-    return Request([0, 1], Sampling(max_new_tokens, seed=seed, eos_token_ids=eos, **settings))
+    return Request([0, 1], Sampling(max_new_tokens, seed=seed, eos_token_ids=eos, **settings), **hooks)
 
 
 def target_law(model: TableModel, request: Request) -> dict:
@@ -105,11 +118,16 @@ def target_law(model: TableModel, request: Request) -> dict:
     law: dict[tuple[int, ...], float] = {}
 
     def extend(output: tuple[int, ...], weight: float) -> None:
-        if len(output) == sampling.max_new_tokens or (output and output[-1] in sampling.eos_token_ids):
+        stopped = output and request.stopping and request.stopping([*request.prompt_tokens, *output])
+        if len(output) == sampling.max_new_tokens or (output and output[-1] in sampling.eos_token_ids) or stopped:
             law[output] = weight
             return
-        logits = torch.from_numpy(np.log(model.probs("full", (*request.prompt_tokens, *output))))[None]
-        probs = (mask_rows(logits, [sampling], [0, 1])[0] / sampling.temperature).softmax(-1)
+        prefix = [*request.prompt_tokens, *output]
+        logits = torch.from_numpy(np.log(model.probs("full", prefix)))
+        logits = edit_row(logits, sampling, prefix, len(request.prompt_tokens))
+        if request.logits_processor:
+            logits = request.logits_processor(prefix, logits)
+        probs = (mask_rows(logits[None], [sampling], [0, 1])[0] / sampling.temperature).softmax(-1)
         for token, prob in enumerate(probs.tolist()):
             if prob > 0:
                 extend((*output, token), weight * prob)

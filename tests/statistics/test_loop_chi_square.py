@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tables
-from tables import DRAFT, SLIM, TableModel, chi_square_pvalue, sample_counts, target_law, total_variation
+from tables import DRAFT, SLIM, TOGETHER, TableModel, chi_square_pvalue, sample_counts, target_law, total_variation
 from viasd import DecodeRun, ModelDrafter, SelfDrafter, Speculation
 from viasd.decode import Costs
 from viasd.drafters import Draft, Drafter
@@ -21,7 +21,14 @@ def sampled(model, drafter, route, coins=uniforms, trials=TRIALS, costs=None, **
 
     def run(requests):
         return DecodeRun(
-            model, requests, drafter=drafter, route=route, speculation=speculation, costs=costs, coins=coins
+            model,
+            requests,
+            drafter=drafter,
+            route=route,
+            speculation=speculation,
+            costs=costs,
+            admission=TOGETHER,
+            coins=coins,
         )
 
     counts = sample_counts(run, lambda seed: tables.request(seed, 3, eos=(2,)), trials)
@@ -51,13 +58,14 @@ class TwoSiblings(Drafter):
         prefixes = [tuple(tokens) for tokens in context.tokens]
         everyone = range(len(prefixes))
         root = self._logits(prefixes)
-        first, root = context.draw(everyone, root)
+        nothing = [[]] * len(prefixes)
+        first, root = context.draw(everyone, root, nothing)
         again = root
         if self.drawn == "without_replacement":
             again = root.scatter(1, torch.tensor(first)[:, None], -torch.inf)
-        second, _ = context.draw(everyone, again)
+        second, _ = context.draw(everyone, again, nothing)
         below = self._logits([(*prefix, token) for prefix, token in zip(prefixes, first, strict=True)])
-        grandchild, below = context.draw(everyone, below)
+        grandchild, below = context.draw(everyone, below, [[token] for token in first])
         row_tokens, logits, parents = [], [], []
         for b, limit in enumerate(context.max_tokens):
             size = 1 if limit < 1 else 3 if limit < 2 else 4

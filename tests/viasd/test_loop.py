@@ -375,7 +375,7 @@ def test_coins_are_never_used_twice():
         ({"gamma": 0}, "gamma must be an integer >= 1, got 0"),
         ({"gamma": 2.0}, "gamma must be an integer"),
         ({"max_pending": -1}, "max_pending must be an integer >= 1, got -1"),
-        ({"mode": "fast"}, "mode must be 'exact', got 'fast'"),
+        ({"mode": "fast"}, "mode must be 'exact' or 'tiered', got 'fast'"),
     ],
 )
 def test_speculation_that_cannot_work_is_refused(options, message):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import tables
-from tables import DRAFT, SLIM, Enumeration, TableModel, target_law, total_variation
+from tables import DRAFT, SLIM, TOGETHER, Enumeration, TableModel, target_law, total_variation
 from viasd import DecodeRun, Gate, ModelDrafter, PromptLookup, SelfDrafter, Speculation
-from viasd.decode import Costs, loop, verification
+from viasd.decode import Costs, loop, passes, verification
 from viasd.decode.draft_length import DraftLength
 from viasd.drafters import Draft
 from viasd.models import Rows
@@ -24,7 +24,14 @@ def exact_law(monkeypatch, model, drafter, route, speculation, make, key=None, c
         patch.setattr(loop, "accept_chain", spied)
         return enumeration.law(
             lambda requests, coins: DecodeRun(
-                model, requests, drafter=drafter, route=route, speculation=speculation, costs=costs, coins=coins
+                model,
+                requests,
+                drafter=drafter,
+                route=route,
+                speculation=speculation,
+                costs=costs,
+                admission=TOGETHER,
+                coins=coins,
             ),
             make,
         )
@@ -74,6 +81,63 @@ def test_the_law_is_the_full_models(monkeypatch, case, tiers):
     law = exact_law(monkeypatch, model, make_drafter(kind, model), route, speculation, make)
     assert abs(sum(law.values()) - 1) < 1e-9
     assert total_variation(law, target_law(model, make(0))) < 1e-7  # temperatures are float32
+
+
+def alternating(tokens, logits):
+    """A grammar: no token twice in a row, and of two prompts' worth of tokens only even ones."""
+    mask = torch.arange(len(logits)) == tokens[-1]
+    if len(tokens) >= 4:
+        mask |= torch.arange(len(logits)) % 2 == 1 - tokens[0] % 2
+    return logits.masked_fill(mask & (mask.sum() < len(mask)), -torch.inf)
+
+
+SETTINGS = {
+    "repetition": {"repetition_penalty": 1.8},
+    "frequency": {"frequency_penalty": 1.5},
+    "negative frequency": {"frequency_penalty": -2.0, "presence_penalty": 0.5},
+    "bias": {"logit_bias": {0: 1.5, 1: -torch.inf}},
+    "bad words": {"bad_words": [(1, 2), (0, 0), (2,)]},
+    "minimum": {"eos": (0, 2), "min_new_tokens": 2},
+    "all": {"repetition_penalty": 1.2, "presence_penalty": 1.0, "logit_bias": {2: 1.0}, "top_k": 2, "eos": (1,)},
+    "grammar": {"hooks": {"logits_processor": alternating}},
+    "stopping": {"hooks": {"stopping": lambda tokens: sum(tokens) > 3}},
+    "both": {"presence_penalty": 2.0, "hooks": {"logits_processor": alternating, "stopping": lambda t: t[-1] == 2}},
+}
+
+
+@pytest.mark.parametrize("kind", ["self", "lookup"])
+@pytest.mark.parametrize("route", [None, SLIM], ids=["two", "three"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_depend_on_earlier_tokens_keep_the_law(monkeypatch, name, route, kind):
+    model = TableModel(3, 17)
+    speculation = Speculation(gamma=1 if route and kind == "self" else 2, max_pending=2)  # fewer worlds
+
+    def make(world):
+        return tables.request(world, 3, **SETTINGS[name])
+
+    law = exact_law(monkeypatch, model, make_drafter(kind, model), route, speculation, make)
+    expected = target_law(model, make(0))
+    assert abs(sum(law.values()) - 1) < 1e-9
+    assert total_variation(law, expected) < 1e-6  # edited logits are float32
+    plain = {"hooks": {}, "eos": SETTINGS[name].get("eos", ())}
+    if name != "minimum":
+        assert total_variation(expected, target_law(model, tables.request(0, 3, **plain))) > 0.05
+
+
+def test_stale_counts_are_caught(monkeypatch):
+    """The negative control: penalties that know no drafted token."""
+    model = TableModel(3, 17)
+
+    def stale(logits, sampling, tokens, num_prompt, original=passes.edit_row):
+        return original(logits, sampling, tokens[: num_prompt + 1], num_prompt)
+
+    monkeypatch.setattr(passes, "edit_row", stale)
+
+    def make(world):
+        return tables.request(world, 3, **SETTINGS["frequency"])
+
+    law = exact_law(monkeypatch, model, make_drafter("self", model), None, Speculation(gamma=2), make)
+    assert total_variation(law, target_law(model, make(0))) > 0.05
 
 
 @pytest.mark.parametrize(
@@ -201,12 +265,12 @@ def test_old_coins_for_a_discarded_position_are_caught_once_the_draft_length_ada
     def coins_for(sequences, row_start, coins, device, original=loop.coins_for):
         return original(sequences, row_start, by_position(sequences, coins, 0), device)
 
-    def verify(model, cache, sequences, draft, coins, *, route, original=loop.verify, **options):
-        coins = by_position(sequences, coins, 1) if route else coins
-        return original(model, cache, sequences, draft, coins, route=route, **options)
+    def judge(sequences, rows, coins, *trusted, original=loop.judge):
+        slim = not trusted  # the full pass says how much it trusts
+        return original(sequences, rows, by_position(sequences, coins, 1) if slim else coins, *trusted)
 
     monkeypatch.setattr(loop, "coins_for", coins_for)
-    monkeypatch.setattr(loop, "verify", verify)
+    monkeypatch.setattr(loop, "judge", judge)
     model = SecondThoughts(2, 40)
     speculation = Speculation(gamma=1, max_pending=2, gate=Gate("ratio", 0.0, 0.0))
     drafter = SelfDrafter(model, DRAFT)

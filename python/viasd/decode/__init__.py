@@ -1,12 +1,14 @@
 """The decode loop."""
 
+from viasd.decode.admission import Admission
 from viasd.decode.draft_length import Costs, measure_costs
 from viasd.decode.gate import Gate
 from viasd.decode.loop import DecodeRun
-from viasd.decode.request import Request, Result, Speculation, Tier, Token
+from viasd.decode.request import Request, Result, Speculation, Tier, Token, TokenLogprobs
 from viasd.decode.stats import Stats
 
 __all__ = [
+    "Admission",
     "Costs",
     "DecodeRun",
     "Gate",
@@ -16,5 +18,6 @@ __all__ = [
     "Stats",
     "Tier",
     "Token",
+    "TokenLogprobs",
     "measure_costs",
 ]

@@ -108,7 +108,7 @@ def measure_costs(model: Model, drafter: Drafter, route: Route | None = None) ->
     length = min(CONTEXT_TOKENS, model.max_positions // 2)
     tokens = [i % model.vocab_size for i in range(length)]
     slots: list[int] = []
-    prefill(model, cache, tokens[:-1], slots)
+    prefill(model, cache, [(tokens[:-1], slots)])
     sizes = [rows for rows in ROWS if length + rows <= model.max_positions] or [1]
 
     def verify(num_rows: int) -> None:
@@ -121,7 +121,7 @@ def measure_costs(model: Model, drafter: Drafter, route: Route | None = None) ->
     verify_ms = [_median_ms(lambda size=size: verify(size)) for size in sizes]  # type: ignore[misc]
     own_drafter, num_drafted = drafter.start(), min(4, model.max_positions - length)
 
-    def draw(indices: Sequence[int], logits: Any) -> tuple[list[int], Any]:
+    def draw(indices: Sequence[int], logits: Any, drafted: Any) -> tuple[list[int], Any]:
         return logits[:, : model.vocab_size].argmax(-1).tolist(), logits
 
     greedy = Sampling(num_drafted + 1, seed=0, eos_token_ids=())

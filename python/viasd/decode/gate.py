@@ -11,6 +11,9 @@ from viasd_kernels import Region, acceptance_stats
 
 REGIONS = {Region.ACCEPT: "A", Region.REGENERATE: "B", Region.ESCALATE: "C"}
 
+# Of a proposal without logits all three say the same where the slim tier's best token has nearly all the mass.
+DEFAULTS = {"ratio": (0.60, 0.30), "tv": (0.40, 0.70), "kl": (0.51, 1.20)}
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -18,23 +21,27 @@ class Gate:
 
     "ratio": r = q'(v) / max q' of the drafted token v; A if r >= accept, C if r < escalate, else B. "tv": s = total
     variation of the draft and the slim distribution; "kl": s = KL(draft || slim) in nats; A if s <= accept, C if
-    s > escalate, else B. A proposal without logits counts as one-hot.
+    s > escalate, else B. A proposal without logits counts as one-hot. Thresholds that are None take the criterion's
+    default: 0.60 and 0.30 for "ratio", 0.40 and 0.70 for "tv", 0.51 and 1.20 nats for "kl".
 
-    In exact mode the gate decides only *when* the full model is asked: a sequence escalates when a drafted token that
-    the exact rule has already accepted lies in region C. Nothing is cut.
+    In tiered mode the gate decides what is emitted: A keeps the token, B lets the slim tier draw it again, C leaves it
+    to the full model. In exact mode it decides only *when* the full model is asked: a sequence escalates when a drafted
+    token that the exact rule has already accepted lies in region C. Nothing is cut.
 
     Raises:
         InvalidInput: an unknown criterion, or thresholds in the wrong order, which would leave region B empty.
     """
 
     criterion: str = "ratio"
-    accept: float = 0.60
-    escalate: float = 0.30
+    accept: float = None  # type: ignore[assignment]  # always a number once the gate is made
+    escalate: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.criterion not in ("ratio", "tv", "kl"):
+        if self.criterion not in DEFAULTS:
             raise InvalidInput(f"gate: criterion must be 'ratio', 'tv' or 'kl', got {self.criterion!r}")
-        for name in ("accept", "escalate"):
+        for name, default in zip(("accept", "escalate"), DEFAULTS[self.criterion], strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
             if not isinstance(getattr(self, name), (int, float)):
                 raise InvalidInput(f"gate: {name} must be a number, got {getattr(self, name)!r}")
         low, high = (self.escalate, self.accept) if self.criterion == "ratio" else (self.accept, self.escalate)

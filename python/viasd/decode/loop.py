@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from viasd.decode.admission import Admission
 from viasd.decode.draft_length import Costs, DraftLength
-from viasd.decode.gate import REGIONS
+from viasd.decode.escalation import Escalation, recalled, rest_of_draft, waiting_draft
+from viasd.decode.gate import REGIONS, Gate
+from viasd.decode.passes import Coins, Pass, apply_settings, coins_for, run_pass, token_probs
 from viasd.decode.request import Request, Result, Speculation, Tier, check_request
 from viasd.decode.sequence import Proposed, SequenceState
-from viasd.decode.verification import Coins, Verification, coins_for, token_probs, verify
+from viasd.decode.verification import Verification, judge, judge_tiered
 from viasd.drafters import Draft, DraftContext, Drafter, Verdict
-from viasd.drafters.base import draft_logits
-from viasd.errors import InvalidInput
-from viasd.models.base import Model, prefill, row_starts
+from viasd.drafters.base import check_draft
+from viasd.errors import ApproximateOutput, InvalidInput
+from viasd.models.base import Model, prefill
 from viasd.routing import Route
-from viasd.sampling import mask_rows
 from viasd_kernels import FATAL, Region, accept_chain, uniforms
 
 _request_ids = itertools.count()
@@ -35,19 +39,24 @@ class Progress:
 
 
 class DecodeRun:
-    """Decodes some requests together, exactly: each output is distributed as the full model's, whatever its mates.
+    """Decodes requests together; each output depends on its own request alone, never on its batch mates.
 
-    A cycle: the drafter proposes; with a ``route`` the slim tier verifies the proposal by exact speculative sampling,
-    and what it lets pass is pending, distributed as the slim tier's own output; the full model then verifies what is
-    pending, when the gate, ``max_pending`` or the end asks for it. Without a route it verifies the proposal itself.
-    Source: VIA-SD, arXiv:2606.12243, with the verification made lossless at both tiers.
+    A cycle: the drafter proposes; with a ``route`` the slim tier verifies the proposal, in exact mode by exact
+    speculative sampling, so that what is pending is distributed as the slim tier's own output; the full model then
+    verifies what is pending, when the gate, ``max_pending`` or the end asks for it. Without a route it verifies the
+    proposal itself. In tiered mode the gate decides what is emitted, and the full model takes over where it sends it.
+    Source: VIA-SD, arXiv:2606.12243; in exact mode with the verification made lossless at both tiers.
+
+    Requests wait until the cache has room for all that they may write, and start in order.
 
     Args:
         model: the target.
         requests: at least one; prompts must fit the model's context.
         drafter: None proposes nothing.
         route: the slim tier's; None decodes in two tiers.
+        speculation: of requests that bring none of their own.
         costs: what ``speculation.adaptive`` weighs the draft length by; None always drafts up to ``gamma``.
+        admission: how many requests are decoded at a time.
         coins: ``coins(seeds [B], draws [B], n) -> [B, n]`` float64 in [0, 1).
 
     Raises:
@@ -63,6 +72,7 @@ class DecodeRun:
         route: Route | None = None,
         speculation: Speculation | None = None,
         costs: Costs | None = None,
+        admission: Admission | None = None,
         coins: Coins = uniforms,
     ) -> None:
         for request in requests:
@@ -70,16 +80,24 @@ class DecodeRun:
         if route:
             model.check_route(route)
         self.model = model
+        self.requests = requests
         self.drafter = drafter.start() if drafter else None
         self.route = route
-        self.speculation = speculation or Speculation()
         self.coins = coins
         self.cache = model.new_cache()
+        self.admission = admission or Admission()
         self.capture_layers = self.drafter.capture_layers if self.drafter else ()
-        self.sequences = [SequenceState(request, next(_request_ids), model.max_positions) for request in requests]
-        if self.drafter and costs and self.speculation.adaptive:
-            for sequence in self.sequences:
+        default = speculation or Speculation()
+        self.sequences = [
+            SequenceState(request, next(_request_ids), model.max_positions, default) for request in requests
+        ]
+        for sequence in self.sequences:
+            if sequence.tiered and route is None:
+                raise InvalidInput("mode='tiered' needs a slim tier: give a route, got None")
+            if self.drafter and costs and sequence.speculation.adaptive:
                 sequence.draft_length = DraftLength(costs, self.drafter.expected_acceptance)
+        if any(sequence.tiered for sequence in self.sequences):
+            warnings.warn(ApproximateOutput(), stacklevel=2)
 
     @property
     def results(self) -> list[Result]:
@@ -88,46 +106,62 @@ class DecodeRun:
 
     def cycles(self) -> Iterator[list[Progress]]:
         """Decode to the end; after each cycle, what became final in it."""
-        for sequence in self.sequences:
-            self._prefill(sequence)
-        while active := [sequence for sequence in self.sequences if sequence.result.finish_reason is None]:
+        index = {sequence.id: i for i, sequence in enumerate(self.sequences)}
+        max_slots = self.admission.slots(self.model)
+        waiting, active = deque(self.sequences), list[SequenceState]()
+        while waiting or active:
+            admitted = self.admission.admit(waiting, active, max_slots)
+            self._prefill(admitted)
+            active += admitted
             started = time.perf_counter()
-            before = [len(sequence.result.tokens) for sequence in self.sequences]
+            before = [len(sequence.result.tokens) for sequence in active]
             self._cycle(active)
-            finished = [sequence for sequence in active if sequence.result.finish_reason is not None]
-            self._close(finished)
-            for sequence in active:
-                sequence.result.stats.decode_ms += 1e3 * (time.perf_counter() - started)
-            yield [
-                Progress(i, sequence.result.tokens[had:], sequence.result.tiers[had:])
-                for i, (sequence, had) in enumerate(zip(self.sequences, before, strict=True))
-                if len(sequence.result.tokens) > had
-            ]
+            self._close([sequence for sequence in active if sequence.finished])
+            elapsed_ms = 1e3 * (time.perf_counter() - started)
+            progress = []
+            for sequence, had in zip(active, before, strict=True):
+                result = sequence.result
+                result.stats.decode_ms += elapsed_ms
+                if len(result.tokens) > had:
+                    progress.append(Progress(index[sequence.id], result.tokens[had:], result.tiers[had:]))
+            active = [sequence for sequence in active if not sequence.finished]
+            yield progress
 
-    def _prefill(self, sequence: SequenceState) -> None:
-        """Write the full model's keys of the prompt but its last token, which is the first pass's root."""
+    def _prefill(self, sequences: list[SequenceState]) -> None:
+        """Write the full model's keys of the prompts but their last tokens, which are the first pass's roots."""
+        if not sequences:
+            return
         started = time.perf_counter()
-        prefill(self.model, self.cache, sequence.tokens[:-1], sequence.slots)
-        sequence.result.stats.prefill_ms = 1e3 * (time.perf_counter() - started)
+        prefill(self.model, self.cache, [(sequence.tokens[:-1], sequence.slots) for sequence in sequences])
+        elapsed_ms = 1e3 * (time.perf_counter() - started)
+        for sequence in sequences:
+            sequence.result.stats.prefill_ms = elapsed_ms
 
     def _cycle(self, active: list[SequenceState]) -> None:
         draft = self._propose(active)
-        proposals: list[list[Proposed]]
         if self.route is None:
-            verification = self._verify("full", active, draft)
-            proposals = self._drafted(active, draft, verification)
-            self._observe(active, draft, verification)
-        else:
-            slim = self._verify("slim", active, draft)
-            escalating = self._join_pending(active, draft, slim)
-            self._observe(active, draft, slim)
-            active = [sequence for sequence in active if sequence.id in escalating]
-            if not active:
-                return
-            proposals = [sequence.recall_pending(self.cache.pool) for sequence in active]
-            draft = _pending_draft(active, proposals)
-            verification = self._verify("full", active, draft)
-        self._commit(active, draft, proposals, verification)
+            rows = self._run("full", active, draft)
+            verification = self._settle(active, judge(active, rows, self.coins))
+            self._observe(active, verification)
+            accepted = verification.accepted(active)
+            self._commit(
+                [Escalation(s, accepted[b], 0, (max(draft.depths(b)), 0)) for b, s in enumerate(active)],
+                verification,
+            )
+            return
+        rows = self._run("slim", active, draft)
+        escalations: list[Escalation] = []
+        for indices in _by_rule(active):
+            sequences, own_rows = [active[b] for b in indices], rows.select(indices)
+            escalations += (self._tiered if sequences[0].tiered else self._exact)(sequences, own_rows)
+        if escalations:
+            joining = {escalation.sequence.id for escalation in escalations}
+            escalations += [
+                recalled(sequence, self.cache.pool)
+                for sequence in active
+                if sequence.speculation.co_escalate and sequence.id not in joining and not sequence.finished
+            ]
+            self._escalate(escalations)
 
     def _propose(self, active: list[SequenceState]) -> Draft:
         if self.drafter is None:
@@ -141,10 +175,10 @@ class DecodeRun:
             cache=self.cache,
             slots=[sequence.slots for sequence in active],
             captured=[sequence.captured for sequence in active],
-            draw=lambda indices, logits: self._draw([active[i] for i in indices], logits),
+            draw=lambda indices, logits, drafted: self._draw([active[i] for i in indices], logits, drafted),
         )
         draft = self.drafter.propose(context)
-        _check_draft(self.drafter.name, draft, context, self.model.vocab_size)
+        check_draft(self.drafter.name, draft, context, self.model.vocab_size)
         for sequence in active:
             sequence.result.stats.draft_ms += 1e3 * (time.perf_counter() - started)
         return draft
@@ -152,7 +186,7 @@ class DecodeRun:
     def _max_tokens(self, drafter: Drafter, sequence: SequenceState) -> int:
         """How many tokens may be drafted, decided before any is drawn and by this sequence's own past alone."""
         # One more token than was drafted is emitted: the last verifier's own.
-        limit = min(self.speculation.gamma, sequence.room - 1)
+        limit = min(sequence.speculation.gamma, sequence.room - 1)
         if sequence.draft_length is None:
             return limit
         levels = drafter.levels(sequence.tokens, limit)
@@ -160,11 +194,20 @@ class DecodeRun:
         sequence.result.stats.num_paused += bool(levels) and not chosen
         return chosen
 
-    def _draw(self, sequences: list[SequenceState], logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    def _draw(
+        self, sequences: list[SequenceState], logits: torch.Tensor, drafted: Sequence[Sequence[int]]
+    ) -> tuple[list[int], torch.Tensor]:
         """A draft pass's draw for each sequence: ids (-1 where the row is broken) and the masked logits behind them."""
         row_start = list(range(len(sequences) + 1))
-        logits = logits[:, : self.model.vocab_size]
-        logits = mask_rows(logits, [sequence.sampling for sequence in sequences], row_start)
+        # Settings see the path that leads to the row: its last token as the row's, the others before it.
+        paths = [[*sequence.tokens, *own] for sequence, own in zip(sequences, drafted, strict=True)]
+        logits = apply_settings(
+            logits[:, : self.model.vocab_size],
+            [(sequence, path[:-1]) for sequence, path in zip(sequences, paths, strict=True)],
+            [path[-1:] for path in paths],
+            None,
+            row_start,
+        )
         for sequence in sequences:
             sequence.result.stats.num_draft_passes += 1
         verdict = accept_chain(
@@ -177,12 +220,10 @@ class DecodeRun:
         )
         return verdict.next_token.tolist(), logits
 
-    def _verify(self, tier: Tier, sequences: list[SequenceState], draft: Draft) -> Verification:
+    def _run(self, tier: Tier, sequences: list[SequenceState], draft: Draft) -> Pass:
         started = time.perf_counter()
         route = self.route if tier == "slim" else None
-        verification = verify(
-            self.model, self.cache, sequences, draft, self.coins, route=route, capture_layers=self.capture_layers
-        )
+        rows = run_pass(self.model, self.cache, sequences, draft, route=route, capture_layers=self.capture_layers)
         elapsed_ms = 1e3 * (time.perf_counter() - started)
         for sequence in sequences:
             stats = sequence.result.stats
@@ -192,120 +233,116 @@ class DecodeRun:
             else:
                 stats.num_full_passes += 1
                 stats.full_ms += elapsed_ms
+        return rows
+
+    def _settle(self, sequences: list[SequenceState], verification: Verification) -> Verification:
+        verification.rows.settle(sequences, self.cache, verification.paths)
         return verification
 
-    def _drafted(
-        self, sequences: list[SequenceState], draft: Draft, verification: Verification
-    ) -> list[list[Proposed]]:
-        """The accepted drafted tokens, each with its probability in the draft."""
-        tokens = [[draft.row_tokens[b][row] for row in path] for b, path in enumerate(verification.paths)]
-        if draft.logits is None:
-            return [[Proposed(token, "draft", 1.0) for token in own] for own in tokens]
-        probs = iter(
-            token_probs(
-                draft.logits,
-                [row for b in range(len(sequences)) for row in verification.judges(b)[:-1]],
-                [token for own in tokens for token in own],
-                [s.stats_temperature for s, own in zip(sequences, tokens, strict=True) for _ in own],
-            )
-        )
-        return [[Proposed(token, "draft", next(probs)) for token in own] for own in tokens]
-
-    def _join_pending(self, sequences: list[SequenceState], draft: Draft, slim: Verification) -> set[int]:
-        """Append what the slim tier let pass to the pending tokens; the ids of the requests that need a full pass."""
-        drafted = self._drafted(sequences, draft, slim)
-        last_rows = [slim.judges(b)[-1] for b in range(len(sequences))]
-        drew = [b for b, token in enumerate(slim.next_token) if token >= 0]
-        own_probs = token_probs(
-            slim.logits,
-            [last_rows[b] for b in drew],
-            [slim.next_token[b] for b in drew],
-            [sequences[b].stats_temperature for b in drew],
-        )
-        slim_drawn = {b: Proposed(slim.next_token[b], "slim", prob) for b, prob in zip(drew, own_probs, strict=True)}
+    def _exact(self, sequences: list[SequenceState], rows: Pass) -> list[Escalation]:
+        """Append what the slim tier let pass, by the exact rule, to the pending tokens; who needs a full pass."""
+        slim = self._settle(sequences, judge(sequences, rows, self.coins))
+        drafted, drawn = slim.accepted(sequences), slim.drawn(sequences, "slim")
         judged = [row for b in range(len(sequences)) for row in slim.judges(b)]
-        recorded = iter(slim.logits[torch.tensor(judged, device=slim.logits.device)])
-        in_region_c = self._count_regions(sequences, draft, slim, drafted)
-        escalating = set()
+        recorded = iter(rows.logits[torch.tensor(judged, device=rows.logits.device)])
+        in_region_c = _count_regions(sequences, slim, drafted)
+        escalations = []
         for b, sequence in enumerate(sequences):
-            joining = drafted[b] + ([slim_drawn[b]] if b in slim_drawn else [])
+            joining = drafted[b] + drawn[b]
             kept = sequence.keep([proposed.token for proposed in joining])
-            rows = [next(recorded) for _ in slim.judges(b)]
-            for proposed, row in zip(joining[:kept], rows, strict=False):
+            own_rows = [next(recorded) for _ in slim.judges(b)]
+            for proposed, row in zip(joining[:kept], own_rows, strict=False):
                 sequence.pending.append(replace(proposed, row=None if sequence.greedy else row))
                 sequence.tokens.append(proposed.token)
             sequence.trim(self.cache.pool)
-            self._count_chain(sequence, draft, b, len(drafted[b]), kept)
-            full = len(sequence.pending) >= self.speculation.max_pending
-            if b in in_region_c or full or sequence.ended or slim.status[b] & FATAL:
-                escalating.add(sequence.id)
-        if self.speculation.co_escalate and escalating:
-            return {sequence.id for sequence in sequences}
-        return escalating
+            sequence.count_chain(max(rows.draft.depths(b)), len(drafted[b]), kept)
+            full = len(sequence.pending) >= sequence.speculation.max_pending
+            if b in in_region_c or full or sequence.end or slim.status[b] & FATAL:
+                escalations.append(recalled(sequence, self.cache.pool))
+        self._observe(sequences, slim)
+        return escalations
 
-    def _count_regions(
-        self, sequences: list[SequenceState], draft: Draft, slim: Verification, drafted: list[list[Proposed]]
-    ) -> set[int]:
-        """Count the regions of the accepted drafted tokens; the sequences with one in region C."""
-        where = [(b, row) for b in range(len(sequences)) for row in slim.judges(b)[:-1]]
-        if not where:
-            return set()
-        rows = torch.tensor([row for _, row in where], device=slim.logits.device)
-        tokens = torch.tensor([p.token for own in drafted for p in own], device=slim.logits.device)
-        # A greedy request's draft counts as one-hot, whether or not a mate made the drafter report a distribution.
-        one_hot = torch.tensor([sequences[b].greedy for b, _ in where], device=slim.logits.device)
-        proposal = None if draft.logits is None else draft.logits[rows]
-        regions = self.speculation.gate.regions(tokens, slim.logits[rows], proposal, one_hot).tolist()
-        for (b, _), region in zip(where, regions, strict=True):
-            sequences[b].result.stats.regions[REGIONS[Region(region)]] += 1
-        return {b for (b, _), region in zip(where, regions, strict=True) if region == Region.ESCALATE}
+    def _tiered(self, sequences: list[SequenceState], rows: Pass) -> list[Escalation]:
+        """Emit what the gate lets pass; who needs a full pass, for the rest of a draft or to refresh the keys."""
+        gate = sequences[0].speculation.gate
+        slim = self._settle(sequences, judge_tiered(sequences, rows, self.coins, gate))
+        drafted, drawn = slim.accepted(sequences), slim.drawn(sequences, "slim")
+        escalations = []
+        for b, sequence in enumerate(sequences):
+            # A token that the gate sent to region B is the slim tier's, even where that drew the draft's own again.
+            tiers: list[Tier] = ["draft" if region == Region.ACCEPT else "slim" for region in slim.regions[b]]
+            emitted = [replace(own, tier=tier) for own, tier in zip(drafted[b], tiers, strict=False)] + drawn[b]
+            num_drafted, num_kept = max(rows.draft.depths(b)), len(drafted[b])
+            kept = sequence.keep([proposed.token for proposed in emitted])
+            sequence.pending += emitted[:kept]
+            sequence.emit(
+                [proposed.token for proposed in emitted[:kept]],
+                [proposed.tier for proposed in emitted[:kept]],
+                rows,
+                slim.judges(b)[:kept],
+            )
+            sequence.trim(self.cache.pool)
+            escalates = slim.escalate[b] and not sequence.finished
+            for region in slim.regions[b][: kept + escalates]:
+                sequence.result.stats.regions[REGIONS[region]] += 1
+            if escalates:
+                rest = rest_of_draft(sequence, rows, b, num_kept)
+                pending = sequence.recall_pending(self.cache.pool)
+                escalations.append(Escalation(sequence, pending + rest, len(pending), (num_drafted, num_kept)))
+                continue
+            sequence.count_chain(num_drafted, num_kept, kept)
+            if len(sequence.pending) >= sequence.speculation.max_pending and not sequence.finished:
+                escalations.append(recalled(sequence, self.cache.pool))
+        self._observe(sequences, slim)
+        return escalations
 
-    def _commit(
-        self,
-        sequences: list[SequenceState],
-        draft: Draft,
-        proposals: list[list[Proposed]],
-        full: Verification,
-    ) -> None:
+    def _escalate(self, escalations: list[Escalation]) -> None:
+        """One full pass over everything that waits for it."""
+        sequences = [escalation.sequence for escalation in escalations]
+        draft = waiting_draft(escalations, self.model.vocab_size)
+        rows = self._run("full", sequences, draft)
+        num_trusted = [escalation.num_trusted for escalation in escalations]
+        self._commit(escalations, self._settle(sequences, judge(sequences, rows, self.coins, num_trusted)))
+
+    def _commit(self, escalations: list[Escalation], full: Verification) -> None:
         """Append what the full model let pass, and the token it drew, for good."""
-        accepted = [proposals[b][: len(path)] for b, path in enumerate(full.paths)]
+        accepted = [e.proposals[: len(path)] for e, path in zip(escalations, full.paths, strict=True)]
         probs = iter(
             token_probs(
-                full.logits,
-                [row for b in range(len(sequences)) for row in full.judges(b)[:-1]],
+                full.rows.logits,
+                [row for b in range(len(escalations)) for row in full.judges(b)[:-1]],
                 [p.token for own in accepted for p in own],
-                [s.stats_temperature for s, own in zip(sequences, accepted, strict=True) for _ in own],
+                [e.sequence.stats_temperature for e, own in zip(escalations, accepted, strict=True) for _ in own],
             )
         )
-        for b, sequence in enumerate(sequences):
+        for b, escalation in enumerate(escalations):
+            sequence, num_trusted = escalation.sequence, escalation.num_trusted
+            stats = sequence.result.stats
             overshoot = [proposed.prob - next(probs) for proposed in accepted[b]]
-            tokens = [proposed.token for proposed in accepted[b]]
-            tiers: list[Tier] = [proposed.tier for proposed in accepted[b]]
+            sequence.tokens.extend(proposed.token for proposed in accepted[b][:num_trusted])
+            new = accepted[b][num_trusted:]
+            tokens, tiers = [proposed.token for proposed in new], [proposed.tier for proposed in new]
             if full.next_token[b] >= 0:
                 tokens.append(full.next_token[b])
                 tiers.append("full")
             kept = sequence.keep(tokens)
-            sequence.commit(tokens[:kept], tiers[:kept])
+            sequence.emit(tokens[:kept], tiers[:kept], full.rows, full.judges(b)[num_trusted:][:kept])
+            sequence.num_verified = len(sequence.tokens)
             sequence.trim(self.cache.pool)
-            sequence.result.stats.overshoot.extend(overshoot[:kept])
-            if self.route is None:
-                self._count_chain(sequence, draft, b, len(accepted[b]), kept)
+            stats.overshoot.extend(overshoot[: num_trusted + kept])
+            if escalation.block:
+                num_drafted, num_passed = escalation.block
+                sequence.count_chain(num_drafted, num_passed + len(new), num_passed + kept)
             else:
-                _count_pending(sequence, proposals[b], len(accepted[b]))
-            if sequence.result.finish_reason is None and full.status[b] & FATAL:
+                sequence.count_pending(escalation.proposals[num_trusted:], len(new))
+            if not sequence.finished and full.status[b] & FATAL:
                 sequence.result.finish_reason = "error"
                 sequence.result.error = f"the full model's logits are broken: {full.status[b]!r}"
 
-    def _count_chain(self, sequence: SequenceState, draft: Draft, b: int, num_accepted: int, kept: int) -> None:
-        """Count a verdict on the draft; where the output ended inside it, the rest of the draft does not exist."""
-        num_drafted = max(draft.depths(b))
-        if sequence.ended or sequence.result.finish_reason is not None:
-            num_drafted = min(num_drafted, kept)
-        sequence.result.stats.count_chain(num_drafted, min(num_accepted, num_drafted))
-
-    def _observe(self, sequences: list[SequenceState], draft: Draft, verification: Verification) -> None:
+    def _observe(self, sequences: list[SequenceState], verification: Verification) -> None:
         if self.drafter is None:
             return
+        draft = verification.rows.draft
         for b, sequence in enumerate(sequences):
             if sequence.draft_length:
                 sequence.draft_length.observe(max(draft.depths(b)), len(verification.paths[b]))
@@ -321,42 +358,26 @@ class DecodeRun:
             self.drafter.close([sequence.id for sequence in finished])
 
 
-def _pending_draft(sequences: list[SequenceState], pending: list[list[Proposed]]) -> Draft:
-    """Everything that waits for the full model, as a draft whose proposal is the slim tier's own rows."""
-    row_tokens = [
-        [sequence.tokens[-1], *(p.token for p in own)] for sequence, own in zip(sequences, pending, strict=True)
-    ]
-    row_start = row_starts([len(own) for own in row_tokens])
-    rows = [
-        (row_start[b] + i, proposed.row)
-        for b, own in enumerate(pending)
-        for i, proposed in enumerate(own)
-        if proposed.row is not None
-    ]
-    return Draft(row_tokens, draft_logits(row_start[-1], rows))
+def _by_rule(sequences: list[SequenceState]) -> list[list[int]]:
+    """Indices of the sequences that one rule of the slim stage judges together."""
+    groups: dict[tuple[str, Gate], list[int]] = {}
+    for b, sequence in enumerate(sequences):
+        groups.setdefault((sequence.speculation.mode, sequence.speculation.gate), []).append(b)
+    return list(groups.values())
 
 
-def _count_pending(sequence: SequenceState, pending: list[Proposed], num_accepted: int) -> None:
-    stats = sequence.result.stats
-    stats.num_pending_checked += min(len(pending), num_accepted + 1)
-    stats.num_pending_accepted += num_accepted
-    rejected = pending[num_accepted:]
-    stats.num_changed += bool(rejected) and rejected[0].tier == "draft"
-    stats.num_discarded += sum(proposed.tier == "draft" for proposed in rejected[1:])
-
-
-def _check_draft(name: str, draft: Draft, context: DraftContext, vocab_size: int) -> None:
-    """Raise ``InvalidInput`` for a draft that would silently change what is decoded."""
-    if len(draft.row_tokens) != len(context.tokens) or (draft.parents and len(draft.parents) != len(context.tokens)):
-        raise InvalidInput(f"drafter {name}: expected {len(context.tokens)} drafts, got {len(draft.row_tokens)}")
-    for b, tokens in enumerate(draft.row_tokens):
-        if not tokens or tokens[0] != context.tokens[b][-1]:
-            raise InvalidInput(f"drafter {name}: a draft starts with the newest token, got {tokens[:1]}")
-        if not all(0 <= token < vocab_size for token in tokens):
-            raise InvalidInput(f"drafter {name}: ids must lie in [0, {vocab_size}), got {tokens}")
-        depths = draft.depths(b)
-        if len(depths) != len(tokens) or max(depths) > max(context.max_tokens[b], 0):
-            raise InvalidInput(
-                f"drafter {name}: at most {context.max_tokens[b]} tokens in a row may be drafted, parents before "
-                f"children, one parent per row; got {len(tokens) - 1} drafted tokens of depths {depths}"
-            )
+def _count_regions(sequences: list[SequenceState], slim: Verification, drafted: list[list[Proposed]]) -> set[int]:
+    """Count the regions of the accepted drafted tokens; the sequences with one in region C."""
+    where = [(b, row) for b in range(len(sequences)) for row in slim.judges(b)[:-1]]
+    if not where:
+        return set()
+    logits, draft = slim.rows.logits, slim.rows.draft
+    rows = torch.tensor([row for _, row in where], device=logits.device)
+    tokens = torch.tensor([p.token for own in drafted for p in own], device=logits.device)
+    # A greedy request's draft counts as one-hot, whether or not a mate made the drafter report a distribution.
+    one_hot = torch.tensor([sequences[b].greedy for b, _ in where], device=logits.device)
+    proposal = None if draft.logits is None else draft.logits[rows]
+    regions = sequences[0].speculation.gate.regions(tokens, logits[rows], proposal, one_hot).tolist()
+    for (b, _), region in zip(where, regions, strict=True):
+        sequences[b].result.stats.regions[REGIONS[Region(region)]] += 1
+    return {b for (b, _), region in zip(where, regions, strict=True) if region == Region.ESCALATE}

@@ -1,143 +1,166 @@
-"""One verifying pass: a draft's rows through a model tier, and which of them are accepted."""
+"""What a pass makes of a draft: the exact rule, and the tiered one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from viasd.decode.sequence import SequenceState
-from viasd.drafters import Draft
-from viasd.models.base import KVCache, Model, Rows, row_starts
-from viasd.routing import Route
-from viasd.sampling import mask_rows
-from viasd_kernels import Status, accept_chain, build_tree, verify_tree
-
-Coins = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+from viasd.decode.gate import Gate
+from viasd.decode.passes import Coins, Pass, coins_for, token_probs
+from viasd.decode.request import Tier
+from viasd.decode.sequence import Proposed, SequenceState
+from viasd.errors import InvalidInput
+from viasd.models.base import row_starts
+from viasd_kernels import Gate as KernelGate
+from viasd_kernels import Region, Status, accept_chain, build_tree, gate_tiers, verify_tree
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What one pass decided, for B sequences.
+    """What was decided about a pass's B sequences.
 
     Args:
-        row_start: [B+1] first row of each sequence.
+        rows: the pass.
         paths: B lists: the accepted drafted rows in order, as indices within the sequence.
-        next_token: [B] the token drawn after the last accepted row; -1 where its distribution is broken.
+        next_token: [B] the token drawn after the last accepted row; -1 where there is none.
         status: [B] what was found wrong.
-        logits: [R, V] masked by the requests' settings, before temperature.
+        regions: B lists: of the drafted rows that the gate walked; empty under the exact rule.
+        escalate: [B] whether the gate left the rest of the draft to the full model.
     """
 
-    row_start: list[int]
+    rows: Pass
     paths: list[list[int]]
     next_token: list[int]
     status: list[Status]
-    logits: torch.Tensor
+    regions: list[list[Region]]
+    escalate: list[bool]
 
     def judges(self, b: int) -> list[int]:
         """Rows whose distributions judged sequence b's accepted tokens, then the one its next token was drawn from."""
-        return [self.row_start[b] + row for row in (0, *self.paths[b])]
+        return [self.rows.row_start[b] + row for row in (0, *self.paths[b])]
 
+    def accepted(self, sequences: Sequence[SequenceState]) -> list[list[Proposed]]:
+        """The accepted drafted tokens, each with its probability in the draft."""
+        draft = self.rows.draft
+        tokens = [[draft.row_tokens[b][row] for row in path] for b, path in enumerate(self.paths)]
+        if draft.logits is None:
+            return [[Proposed(token, "draft", 1.0) for token in own] for own in tokens]
+        probs = iter(
+            token_probs(
+                draft.logits,
+                [row for b in range(len(sequences)) for row in self.judges(b)[:-1]],
+                [token for own in tokens for token in own],
+                [s.stats_temperature for s, own in zip(sequences, tokens, strict=True) for _ in own],
+            )
+        )
+        return [[Proposed(token, "draft", next(probs)) for token in own] for own in tokens]
 
-def verify(
-    model: Model,
-    cache: KVCache,
-    sequences: Sequence[SequenceState],
-    draft: Draft,
-    coins: Coins,
-    *,
-    route: Route | None = None,
-    capture_layers: Sequence[int] = (),
-) -> Verification:
-    """Run the draft's rows through one tier and verify them against it, exactly.
-
-    Afterwards each sequence's slots hold the keys of its root and of the accepted rows.
-    """
-    row_start = row_starts(len(tokens) for tokens in draft.row_tokens)
-    new_slots = cache.pool.take(row_start[-1])
-    rows = Rows(
-        tokens=[token for own in draft.row_tokens for token in own],
-        positions=[len(s.tokens) - 1 + depth for b, s in enumerate(sequences) for depth in draft.depths(b)],
-        row_start=row_start,
-        slots=new_slots,
-        context=[sequence.slots for sequence in sequences],
-        parents=[parent for own in draft.parents for parent in own] if draft.parents else None,
-    )
-    output = model.forward(rows, cache, route=route, capture_layers=capture_layers)
-    logits = mask_rows(output.logits, [sequence.sampling for sequence in sequences], row_start)
-    verification = judge(sequences, draft, rows, logits, coins)
-    for b, sequence in enumerate(sequences):
-        kept = [0, *verification.paths[b]]
-        own = new_slots[row_start[b] : row_start[b + 1]]
-        sequence.slots.extend(own[row] for row in kept)
-        cache.pool.give([slot for row, slot in enumerate(own) if row not in kept])
-        judges = verification.judges(b)
-        sequence.captured = {layer: hidden[judges] for layer, hidden in output.captured.items()}
-    return verification
+    def drawn(self, sequences: Sequence[SequenceState], tier: Tier) -> list[list[Proposed]]:
+        """Each sequence's next token, if there is one, with its probability in the tier that drew it."""
+        drew = [b for b, token in enumerate(self.next_token) if token >= 0]
+        probs = token_probs(
+            self.rows.logits,
+            [self.judges(b)[-1] for b in drew],
+            [self.next_token[b] for b in drew],
+            [sequences[b].stats_temperature for b in drew],
+        )
+        drawn = {b: [Proposed(self.next_token[b], tier, prob)] for b, prob in zip(drew, probs, strict=True)}
+        return [drawn.get(b, []) for b in range(len(sequences))]
 
 
 def judge(
-    sequences: Sequence[SequenceState], draft: Draft, rows: Rows, logits: torch.Tensor, coins: Coins
+    sequences: Sequence[SequenceState], rows: Pass, coins: Coins, num_trusted: Sequence[int] | None = None
 ) -> Verification:
-    """The verdict on a draft from the masked logits [R, V] of its rows."""
-    device, row_start = logits.device, list(rows.row_start)
-    tokens = torch.tensor(rows.tokens, device=device)
+    """The exact verdict on a draft from its rows' logits; the first ``num_trusted[b]`` drafted rows stand anyway."""
+    num_trusted = num_trusted or [0] * len(sequences)
+    logits, draft_logits = rows.logits, rows.draft.logits
+    if any(num_trusted):
+        judging = [
+            range(first + skip, end) for skip, (first, end) in zip(num_trusted, pairwise(rows.row_start), strict=True)
+        ]
+        index = torch.tensor([row for own in judging for row in own], device=logits.device)
+        logits, draft_logits = logits[index], None if draft_logits is None else draft_logits[index]
+    row_tokens = [tokens[skip:] for tokens, skip in zip(rows.draft.row_tokens, num_trusted, strict=True)]
+    row_start = row_starts(map(len, row_tokens))
+    device = logits.device
+    tokens = torch.tensor([token for own in row_tokens for token in own], device=device)
     start = torch.tensor(row_start, device=device)
     temperature = torch.tensor([sequence.sampling.temperature for sequence in sequences], device=device)
     uniforms = coins_for(sequences, row_start, coins, device)
-    if rows.parents is None:
+    if rows.draft.parents is None:
         chain = accept_chain(
-            tokens, logits, uniforms, start, temperature=temperature, draft_logits=draft.logits, check=False
+            tokens, logits, uniforms, start, temperature=temperature, draft_logits=draft_logits, check=False
         )
         num_accepted, next_token, status = torch.stack(list(chain)).tolist()
-        paths = [list(range(1, count + 1)) for count in num_accepted]
+        paths = [list(range(1, skip + count + 1)) for skip, count in zip(num_trusted, num_accepted, strict=True)]
     else:
-        parents = torch.tensor(rows.parents, device=device, dtype=torch.int32)
-        widest = max(len(own) for own in draft.row_tokens)
+        parents = torch.tensor([p for own in rows.draft.parents for p in own], device=device, dtype=torch.int32)
         verdict = verify_tree(
-            build_tree(parents, start, max_rows=widest, check=False),
+            build_tree(parents, start, max_rows=max(map(len, row_tokens)), check=False),
             tokens,
             logits,
             uniforms,
             start,
             temperature=temperature,
-            draft_logits=draft.logits,
+            draft_logits=draft_logits,
             # Greedy requests need no distribution, whatever the tree was drawn from.
-            proposal=draft.proposal if draft.logits is not None else "deterministic",
+            proposal=rows.draft.proposal if draft_logits is not None else "deterministic",
             check=False,
         )
         num_accepted, next_token, status = torch.stack(list(verdict[1:])).tolist()
         path = verdict.path.tolist()
         paths = [path[first + 1 : first + 1 + count] for first, count in zip(row_start[:-1], num_accepted, strict=True)]
-    return Verification(row_start, paths, next_token, [Status(bits) for bits in status], logits)
+    nothing: list[list[Region]] = [[] for _ in sequences]
+    return Verification(rows, paths, next_token, [Status(bits) for bits in status], nothing, [False] * len(sequences))
 
 
-def coins_for(
-    sequences: Sequence[SequenceState], row_start: Sequence[int], coins: Coins, device: torch.device
-) -> torch.Tensor:
-    """[R] float64: one coin per row, from each request's own seed and pass count."""
-    draws = [sequence.next_draw() for sequence in sequences]
-    if all(sequence.greedy for sequence in sequences):
-        return torch.zeros(row_start[-1], dtype=torch.float64, device=device)  # never read
-    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
-    widest = max(end - first for first, end in pairwise(row_start))
-    grid = coins(seeds, torch.tensor(draws, device=device), widest)
-    index = [b * widest + row for b, (first, end) in enumerate(pairwise(row_start)) for row in range(end - first)]
-    return grid.flatten()[torch.tensor(index, device=device)]
+def judge_tiered(sequences: Sequence[SequenceState], rows: Pass, coins: Coins, gate: Gate) -> Verification:
+    """VIA-SD's own verdict on chains from the logits of a slim pass: keep, draw again, or leave to the full model."""
+    draft = rows.draft
+    if draft.parents is not None:
+        raise InvalidInput("mode='tiered' takes chains, but the drafter proposed a tree; use mode='exact'")
+    device, num_sequences = rows.logits.device, len(sequences)
+    thresholds = {
+        name: torch.full((num_sequences,), value, device=device)
+        for name, value in (("accept", gate.accept), ("escalate", gate.escalate))
+    }
+    verdict = gate_tiers(
+        torch.tensor([token for own in draft.row_tokens for token in own], device=device),
+        rows.logits,
+        coins_for(sequences, rows.row_start, coins, device),
+        torch.tensor(rows.row_start, device=device),
+        gate=KernelGate(gate.criterion, **thresholds),
+        temperature=torch.tensor([sequence.sampling.temperature for sequence in sequences], device=device),
+        draft_logits=None if gate.criterion == "ratio" else proposal_rows(sequences, rows),
+        check=False,
+    )
+    emitted, walked = verdict.tokens.tolist(), verdict.regions.tolist()
+    paths, next_token, regions = [], [], []
+    for b, own in enumerate(draft.row_tokens):
+        first = rows.row_start[b]
+        kept = 0
+        while kept + 1 < len(own) and emitted[first + kept] == own[kept + 1]:
+            kept += 1
+        paths.append(list(range(1, kept + 1)))
+        next_token.append(emitted[first + kept])
+        regions.append([Region(region) for region in walked[first + 1 : first + len(own)] if region >= 0])
+    status = [Status(bits) for bits in verdict.status.tolist()]
+    return Verification(rows, paths, next_token, status, regions, verdict.escalate.tolist())
 
 
-def token_probs(
-    logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], temperature: list[float]
-) -> list[float]:
-    """Probability of each token under its row of masked logits at its temperature; 0 for ids beyond the row."""
-    if not rows:
-        return []
-    chosen = logits[torch.tensor(rows, device=logits.device)].float()
-    # The maximum goes first: a tiny temperature would otherwise overflow.
-    chosen = (chosen - chosen.amax(-1, keepdim=True)) / torch.tensor(temperature, device=logits.device).unsqueeze(1)
-    ids = torch.tensor(tokens, device=logits.device)
-    inside = ids < logits.shape[-1]
-    probs = chosen.log_softmax(-1).gather(1, ids.where(inside, 0).unsqueeze(1)).squeeze(1).exp()
-    return probs.where(inside, 0.0).tolist()
+def proposal_rows(sequences: Sequence[SequenceState], rows: Pass) -> torch.Tensor:
+    """[R, V] the proposals behind chains; one-hot where the draft has none, and where the request is greedy."""
+    logits = torch.full_like(rows.logits, -torch.inf)
+    for b, sequence in enumerate(sequences):
+        first, tokens = rows.row_start[b], rows.draft.row_tokens[b]
+        if rows.draft.logits is None or sequence.greedy:
+            index = torch.arange(first, first + len(tokens), device=logits.device)
+            # The last row proposed nothing and is not read; a token of its own keeps it a distribution.
+            logits[index, torch.tensor([*tokens[1:], 0], device=logits.device)] = 0.0
+        else:
+            own = rows.draft.logits[first : first + len(tokens)]
+            logits[first : first + len(tokens), : own.shape[-1]] = own
+    return logits

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from viasd.errors import InvalidInput
 from viasd.sampling import Sampling
 
 
@@ -25,9 +26,9 @@ class DraftContext:
         slots: B lists: each sequence's slots in that cache (all its tokens but the last).
         captured: [B] the hidden states that entered ``capture_layers`` in each sequence's last pass, layer -> [n, D],
             for the root and the accepted rows; empty before the first pass.
-        draw: ``draw(indices, logits [n, V])`` samples one token for each of these sequences, with its settings and
-            its own coins; returns the ids and the masked logits they were drawn from, which is what the draft must
-            report. It counts as one draft pass.
+        draw: ``draw(indices, logits [n, V], drafted)`` samples one token for each of these sequences, with its
+            settings and its own coins; ``drafted[i]`` are the tokens of this draft that precede it. Returns the ids and
+            the masked logits they were drawn from, which is what the draft must report. It counts as one draft pass.
     """
 
     request_ids: Sequence[int]
@@ -37,7 +38,7 @@ class DraftContext:
     cache: Any
     slots: Sequence[Sequence[int]]
     captured: Sequence[dict[int, torch.Tensor]]
-    draw: Callable[[Sequence[int], torch.Tensor], tuple[list[int], torch.Tensor]]
+    draw: Callable[[Sequence[int], torch.Tensor, Sequence[Sequence[int]]], tuple[list[int], torch.Tensor]]
 
     @property
     def all_greedy(self) -> bool:
@@ -118,3 +119,20 @@ def draft_logits(num_rows: int, rows: Sequence[tuple[int, torch.Tensor]]) -> tor
     logits = rows[0][1].new_zeros(num_rows, rows[0][1].shape[-1])
     logits[torch.tensor([row for row, _ in rows], device=logits.device)] = torch.stack([values for _, values in rows])
     return logits
+
+
+def check_draft(name: str, draft: Draft, context: DraftContext, vocab_size: int) -> None:
+    """Raise ``InvalidInput`` for a draft that would silently change what is decoded."""
+    if len(draft.row_tokens) != len(context.tokens) or (draft.parents and len(draft.parents) != len(context.tokens)):
+        raise InvalidInput(f"drafter {name}: expected {len(context.tokens)} drafts, got {len(draft.row_tokens)}")
+    for b, tokens in enumerate(draft.row_tokens):
+        if not tokens or tokens[0] != context.tokens[b][-1]:
+            raise InvalidInput(f"drafter {name}: a draft starts with the newest token, got {tokens[:1]}")
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InvalidInput(f"drafter {name}: ids must lie in [0, {vocab_size}), got {tokens}")
+        depths = draft.depths(b)
+        if len(depths) != len(tokens) or max(depths) > max(context.max_tokens[b], 0):
+            raise InvalidInput(
+                f"drafter {name}: at most {context.max_tokens[b]} tokens in a row may be drafted, parents before "
+                f"children, one parent per row; got {len(tokens) - 1} drafted tokens of depths {depths}"
+            )

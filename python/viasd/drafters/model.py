@@ -27,9 +27,12 @@ def draft_chains(
     the draft is then drawn from, and reported as, what is left.
     """
     row_tokens = [[tokens[-1]] for tokens in context.tokens]
-    for tokens, own, limit in zip(context.tokens, slots, max_tokens, strict=True):
-        if limit > 0 and len(tokens) - len(own) > PREFILL_ROWS:
-            prefill(model, cache, tokens[:-1], own)
+    long = [
+        (tokens[:-1], own)
+        for tokens, own, limit in zip(context.tokens, slots, max_tokens, strict=True)
+        if limit > 0 and len(tokens) - len(own) > PREFILL_ROWS
+    ]
+    prefill(model, cache, long)
     feed = [tokens[len(own) :] for tokens, own in zip(context.tokens, slots, strict=True)]
     drawn: list[tuple[int, int, torch.Tensor]] = []
     limits = list(max_tokens)
@@ -47,7 +50,7 @@ def draft_chains(
             context=[list(slots[b]) for b in active],
         )
         output = model.forward(rows, cache, route=route, logits_rows=[end - 1 for end in row_start[1:]])
-        tokens, logits = context.draw(active, output.logits)
+        tokens, logits = context.draw(active, output.logits, [row_tokens[b][1:] for b in active])
         for i, b in enumerate(active):
             slots[b].extend(new_slots[row_start[i] : row_start[i + 1]])
             if tokens[i] < 0:  # logits that cannot be drawn from: this draft ends here

@@ -109,14 +109,33 @@ class Model(Protocol):
         """Run one pass; ``route`` says what to bypass, ``logits_rows`` which rows' logits are wanted (None: all)."""
 
 
-def prefill(model: Model, cache: Any, tokens: Sequence[int], slots: list[int]) -> None:
-    """Write the keys of all ``tokens`` that have no slot yet; ``slots`` grows by theirs. Waits for the device."""
-    while len(slots) < len(tokens):
-        first = len(slots)
-        chunk = tokens[first : first + PREFILL_ROWS]
-        new = cache.pool.take(len(chunk))
-        rows = Rows(chunk, range(first, first + len(chunk)), [0, len(chunk)], new, [list(slots)])
-        output = model.forward(rows, cache, logits_rows=[len(chunk) - 1])
-        slots.extend(new)
-        if len(slots) == len(tokens):
+def prefill(model: Model, cache: Any, sequences: Sequence[tuple[Sequence[int], list[int]]]) -> None:
+    """Write the keys of all tokens that have no slot yet, of several sequences together. Waits for the device.
+
+    Args:
+        sequences: pairs of a sequence's tokens and the slots of the first of them, which grow by those of the rest.
+    """
+    waiting = [own for own in sequences if len(own[1]) < len(own[0])]
+    while waiting:
+        room = PREFILL_ROWS
+        chunks: list[tuple[Sequence[int], list[int]]] = []
+        for tokens, slots in waiting:
+            chunks.append((tokens[len(slots) : len(slots) + room], slots))
+            room -= len(chunks[-1][0])
+            if not room:
+                break
+        row_start = row_starts(len(chunk) for chunk, _ in chunks)
+        new = cache.pool.take(row_start[-1])
+        rows = Rows(
+            tokens=[token for chunk, _ in chunks for token in chunk],
+            positions=[len(slots) + i for chunk, slots in chunks for i in range(len(chunk))],
+            row_start=row_start,
+            slots=new,
+            context=[list(slots) for _, slots in chunks],
+        )
+        output = model.forward(rows, cache, logits_rows=[row_start[-1] - 1])
+        for b, (_, slots) in enumerate(chunks):
+            slots.extend(new[row_start[b] : row_start[b + 1]])
+        waiting = [own for own in waiting if len(own[1]) < len(own[0])]
+        if not waiting:
             output.logits[0, 0].item()

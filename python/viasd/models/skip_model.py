@@ -71,6 +71,8 @@ class SkipModel:
                 f"; its weights lose nothing in {self.decoder.weight_bytes / 1e6:,.0f} MB "
                 f"in place of {plain_bytes / 1e6:,.0f}"
             )
+        pool = self.decoder.new_pool(1)
+        self.slot_bytes = pool.keys.nbytes + pool.values.nbytes
         probe(self, module, plain)
 
     @property

@@ -62,6 +62,14 @@ class TransformersModel:
         return next(self.model.parameters()).device
 
     @property
+    def slot_bytes(self) -> int:
+        """Of one token's keys and values in all layers."""
+        config = self.config
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * self.num_layers * num_heads * head_dim * self.dtype.itemsize)
+
+    @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
