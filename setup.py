@@ -25,12 +25,12 @@ FLAGS = [
 ]
 
 # A kernel compiled several times says by its file's name for which processors: csrc/cpu_level.h chooses at run time.
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 FLAGS_BY_SUFFIX = {
-    "_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "_avx512.cpp": [
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
-        "-mprefer-vector-width=512",
-    ],
+    "_avx2.cpp": AVX2,
+    "_avx512.cpp": AVX512,
+    "_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 
 

@@ -6,6 +6,10 @@
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace viasd {
 
@@ -18,12 +22,27 @@ bool has_f16c() {
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 
+// A process must ask for the tiles' registers before it uses them.
+bool has_amx() {
+#ifdef __linux__
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24, AVX512_BF16 = 1u << 5;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & AMX_BF16) || !(edx & AMX_TILE)) return false;
+    if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & AVX512_BF16)) return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
 CpuLevel detect() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return CpuLevel::PORTABLE;
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx512 ? CpuLevel::AVX512 : CpuLevel::AVX2;
+    if (!avx512) return CpuLevel::AVX2;
+    return has_amx() ? CpuLevel::AMX : CpuLevel::AVX512;
 }
 #else
 CpuLevel detect() { return CpuLevel::PORTABLE; }

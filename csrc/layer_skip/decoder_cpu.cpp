@@ -62,7 +62,7 @@ struct Decoder::Pass {
     void reserve();
 
     void embed(int member, const Team& team);
-    void norm_rows(const RowSet& set, const float* weight, int member, const Team& team);
+    PackedRows norm_rows(const RowSet& set, const float* weight, const Linear& next, int member, const Team& team);
     void attention(int64_t index, const RowSet& set, int member, Team& team);
     void mlp(int64_t index, const RowSet& set, int member, Team& team);
     void rotate_and_store(const DecoderLayer& layer, int64_t index, const RowSet& set, int member, const Team& team);
@@ -85,6 +85,7 @@ struct Decoder::Pass {
     const DecoderStep& step_;
     Workspace& memory_;
     const PanelKernels& kernels_;
+    const MatrixUnit* const unit_;  // of models in bfloat16 only: float32 keeps every digit
     const DecoderSizes& sizes_;
     const AttentionShape shape_;
     const int64_t qkv_width_, inner_width_;
@@ -96,11 +97,11 @@ struct Decoder::Pass {
 
     float *hidden_, *packed_, *inner_, *qkv_, *delta_, *turns_;
     SoftmaxState partials_;
-    PackedRows normed_;
 };
 
 Decoder::Pass::Pass(const DecoderModel& model, const DecoderStep& step, Workspace& memory)
-    : model_(model), step_(step), memory_(memory), kernels_(panel_kernels()), sizes_(model.sizes),
+    : model_(model), step_(step), memory_(memory), kernels_(panel_kernels()),
+      unit_(model.element == Element::BFLOAT16 ? matrix_unit() : nullptr), sizes_(model.sizes),
       shape_{model.element, sizes_.num_kv_heads, sizes_.num_heads / sizes_.num_kv_heads, sizes_.head_dim,
              model.score_scale, model.attention_soft_cap},
       qkv_width_(round_up(model.layers[0].qkv.outputs, PANEL)), inner_width_(round_up(sizes_.intermediate, PANEL)) {
@@ -178,8 +179,8 @@ void Decoder::Pass::reserve() {
         unit_rows = std::max(unit_rows, set.plan->max_rows);
     }
     hidden_ = memory_.hidden.floats(num_rows * sizes_.hidden);
-    packed_ = memory_.packed.floats(std::max(num_rows, logits_rows) * sizes_.hidden);
-    inner_ = memory_.inner.floats(num_rows * std::max(inner_width_, sizes_.num_heads * sizes_.head_dim));
+    packed_ = memory_.packed.floats(tiles_size(std::max(num_rows, logits_rows), sizes_.hidden));
+    inner_ = memory_.inner.floats(tiles_size(num_rows, std::max(inner_width_, sizes_.num_heads * sizes_.head_dim)));
     qkv_ = memory_.qkv.floats(num_rows * qkv_width_);
     delta_ = memory_.delta.floats(num_rows * round_up(sizes_.hidden, PANEL));
     turns_ = memory_.turns.floats(num_rows * pairs * 2);
@@ -194,7 +195,7 @@ void Decoder::Pass::reserve() {
         memory_.members.push_back(std::make_unique<Workspace::Member>());
     }
     for (auto& member : memory_.members) {
-        member->tile.floats(std::max(num_rows, logits_rows) * TILE);
+        member->tile.floats(round_up(std::max(num_rows, logits_rows), UNIT_ROWS) * TILE);
         member->panels.floats(panels_size);
         member->row.floats(row_width);
         member->attention.reserve(shape_, unit_rows);
@@ -202,6 +203,7 @@ void Decoder::Pass::reserve() {
 }
 
 void Decoder::Pass::run(int member, Team& team) {
+    if (unit_) unit_->begin();
     embed(member, team);
     team.barrier();
     for (int64_t layer = 0; layer < static_cast<int64_t>(model_.layers.size()); ++layer) {
@@ -212,6 +214,7 @@ void Decoder::Pass::run(int member, Team& team) {
     }
     capture(model_.layers.size(), member, team);
     finish(member, team);
+    if (unit_) unit_->end();
 }
 
 void Decoder::Pass::embed(int member, const Team& team) {
@@ -246,14 +249,16 @@ void Decoder::Pass::embed(int member, const Team& team) {
     }
 }
 
-void Decoder::Pass::norm_rows(const RowSet& set, const float* weight, int member, const Team& team) {
-    const PackedRows out = {packed_, sizes_.hidden, set.blocks};
+PackedRows Decoder::Pass::norm_rows(const RowSet& set, const float* weight, const Linear& next, int member,
+                                    const Team& team) {
+    const PackedRows out = next.inputs(packed_, set.blocks, unit_);
     float* row = memory_.members[member]->row.floats(0);
     const Share rows = share(set.rows.size(), member, team.size);
     for (int64_t i = rows.begin; i < rows.end; ++i) {
         kernels_.rms_norm(hidden_row(set.rows[i]), weight, sizes_.hidden, model_.eps, row);
         out.put(i, 0, row, sizes_.hidden);
     }
+    return out;
 }
 
 void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team& team) {
@@ -269,10 +274,11 @@ void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team
                                 qkv_,
                                 qkv_width_,
                                 layer.window,
-                                partials_};
-    norm_rows(set, layer.attention_norm, member, team);
+                                partials_,
+                                set.blocks.num_blocks() > 1 ? unit_ : nullptr};
+    const PackedRows normed = norm_rows(set, layer.attention_norm, layer.qkv, member, team);
     team.barrier();
-    multiply_linear(kernels_, layer.qkv, {packed_, sizes_.hidden, set.blocks}, member, team, scratch(member), 1,
+    multiply_linear(kernels_, layer.qkv, normed, member, team, scratch(member), 1,
                      [&](int64_t first, int64_t count, const float* tile) {
                         for (int64_t i = 0; i < num_rows; ++i) {
                             std::copy_n(tile + i * TILE, count, qkv_ + i * qkv_width_ + first);
@@ -281,7 +287,7 @@ void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team
     team.barrier();
     rotate_and_store(layer, index, set, member, team);
     team.barrier();
-    const PackedRows attended = {inner_, sizes_.num_heads * dim, set.blocks};
+    const PackedRows attended = layer.attention_out.inputs(inner_, set.blocks, unit_);
     attend(call, member, team, own.attention,
            [&](int64_t row, int64_t head, const float* values) { attended.put(row, head * dim, values, dim); });
     team.barrier();
@@ -353,13 +359,13 @@ void Decoder::Pass::add_output(const Linear& linear, const float* post_norm, con
 void Decoder::Pass::mlp(int64_t index, const RowSet& set, int member, Team& team) {
     const DecoderLayer& layer = model_.layers[index];
     Workspace::Member& own = *memory_.members[member];
-    norm_rows(set, layer.mlp_norm, member, team);
+    const PackedRows normed = norm_rows(set, layer.mlp_norm, layer.gate_up, member, team);
     team.barrier();
-    const PackedRows inner = {inner_, sizes_.intermediate, set.blocks};
+    const PackedRows inner = layer.mlp_out.inputs(inner_, set.blocks, unit_);
     const auto activate =
         model_.activation == Activation::SILU_MUL ? kernels_.silu_mul : kernels_.gelu_tanh_mul;
     float* values = own.row.floats(0);
-    multiply_linear(kernels_, layer.gate_up, {packed_, sizes_.hidden, set.blocks}, member, team, scratch(member), 2,
+    multiply_linear(kernels_, layer.gate_up, normed, member, team, scratch(member), 2,
                      [&](int64_t first, int64_t count, const float* tile) {
                         for (int64_t i = 0; i < inner.blocks.num_rows(); ++i) {
                             for (int64_t j = 0; j < count; j += 2 * PANEL) {
@@ -395,7 +401,8 @@ void Decoder::Pass::finish(int member, Team& team) {
         kernels_.narrow(normed, width, model_.element, static_cast<char*>(step_.hidden) + row * width * bytes);
     }
     if (step_.num_logits == 0) return;
-    const PackedRows scored = {packed_, width, RowBlocks(step_.num_logits, kernels_.max_block_rows)};
+    const PackedRows scored =
+        model_.head.inputs(packed_, RowBlocks(step_.num_logits, kernels_.max_block_rows), unit_);
     const Share wanted = share(step_.num_logits, member, team.size);
     for (int64_t i = wanted.begin; i < wanted.end; ++i) {
         const int64_t row = step_.logits_rows ? step_.logits_rows[i] : i;

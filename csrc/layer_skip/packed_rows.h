@@ -1,10 +1,11 @@
-// Rows of activations in the form that PanelKernels::multiply reads, and linear layers over them.
+// Rows of activations in the form that PanelKernels::multiply or MatrixUnit::multiply reads, and linear layers over them.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "layer_skip/matrix_unit.h"
 #include "layer_skip/panel_kernels.h"
 #include "threads.h"
 
@@ -36,11 +37,13 @@ struct PackedRows {
     float* data;
     int64_t width;
     RowBlocks blocks;
+    const MatrixUnit* unit = nullptr;  // not null: rounded, in its tiles, for bfloat16 panels
 
     const float* block(int64_t i) const { return data + blocks.begin(i) * width; }
 
     // Writes values[0:count] as columns `first`... of a row.
     void put(int64_t row, int64_t first, const float* values, int64_t count) const {
+        if (unit) return unit->put(data, width, row, first, values, count);
         const int64_t i = blocks.block_of(row), begin = blocks.begin(i), stride = blocks.size(i);
         float* out = data + begin * width + first * stride + (row - begin);
         for (int64_t k = 0; k < count; ++k) out[k * stride] = values[k];
@@ -53,11 +56,16 @@ struct Linear {
     const float* bias;  // null: none; padded with zeros to whole panels
     int64_t outputs;
     int64_t depth;
+
+    // Memory for this layer's inputs, in the form that it reads. `unit`, if there is one, serves more than one block.
+    PackedRows inputs(float* data, const RowBlocks& blocks, const MatrixUnit* unit) const {
+        return {data, depth, blocks, coding == Coding::BFLOAT16 && blocks.num_blocks() > 1 ? unit : nullptr};
+    }
 };
 
 // A thread's memory for a linear layer: tile[rows][TILE], and panels of floats.
 struct LinearScratch {
-    float* tile;
+    float* tile;  // whole tiles of rows
     float* panels;
 
     static constexpr int64_t CACHED_BYTES = 1 << 19;  // panels that several blocks of rows read should stay in a cache
@@ -82,12 +90,14 @@ void multiply_linear(const PanelKernels& kernels, const Linear& linear, const Pa
                      const Team& team, const LinearScratch& scratch, int64_t unit, const Finish& finish) {
     const int64_t bytes = panel_bytes(linear.coding, linear.depth), num_blocks = x.blocks.num_blocks();
     const Share panels = share(round_up(linear.outputs, PANEL) / PANEL, member, team.size, unit);
-    const int64_t group = LinearScratch::group(linear.depth, num_blocks);
+    const int64_t group = x.unit ? TILE_PANELS : LinearScratch::group(linear.depth, num_blocks);
     for (int64_t p = panels.begin; p < panels.end; p += group) {
         const int64_t count = std::min(group, panels.end - p);
         const char* source = static_cast<const char*>(linear.panels) + p * bytes;
         Coding coding = linear.coding;
-        if (num_blocks > 1 && coding != Coding::FLOAT32) {  // decoded once instead of once for each block
+        if (x.unit) {
+            x.unit->multiply(source, count, linear.depth, x.data, x.blocks.num_rows(), scratch.tile, TILE);
+        } else if (num_blocks > 1 && coding != Coding::FLOAT32) {  // decoded once instead of once for each block
             const int64_t size = linear.depth * PANEL;
             for (int64_t i = 0; i < count; ++i) {
                 kernels.unpack(coding, source + i * bytes, linear.depth, scratch.panels + i * size);
@@ -95,7 +105,7 @@ void multiply_linear(const PanelKernels& kernels, const Linear& linear, const Pa
             source = reinterpret_cast<const char*>(scratch.panels);
             coding = Coding::FLOAT32;
         }
-        for (int64_t b = 0; b < num_blocks; ++b) {
+        for (int64_t b = 0; b < num_blocks && !x.unit; ++b) {
             kernels.multiply(coding, source, count, linear.depth, x.block(b), x.blocks.size(b),
                              scratch.tile + x.blocks.begin(b) * TILE, TILE, false);
         }

@@ -11,7 +11,7 @@ namespace viasd {
 
 namespace {
 
-constexpr int64_t MAX_HEAD_QUERIES = 96;  // query vectors that share a tile of a head's keys
+constexpr int64_t MAX_HEAD_QUERIES = 192;  // query vectors that share a tile of a head's keys
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Bits [first, first + KEY_TILE) of bit words; bits outside them are 0.
@@ -96,11 +96,15 @@ void AttentionScratch::reserve(const AttentionShape& shape, int64_t max_rows) {
     auto grow = [](std::vector<float>& buffer, int64_t size) {
         if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
     };
-    grow(queries, all * shape.head_dim);
+    grow(queries, tiles_size(per_head, shape.head_dim) * shape.num_kv_heads);
     grow(keys, KEY_TILE * shape.head_dim);
     grow(values, padded / PANEL * VALUE_PANEL);
     grow(clean_values, padded / PANEL * VALUE_PANEL);
-    grow(scores, per_head * KEY_TILE);
+    grow(scores, round_up(per_head, UNIT_ROWS) * KEY_TILE);
+    grow(short_keys, KEY_TILE / PANEL * panel_bytes(Coding::BFLOAT16, shape.head_dim) / 4);
+    grow(short_values, padded / PANEL * panel_bytes(Coding::BFLOAT16, KEY_TILE) / 4);
+    grow(short_weights, tiles_size(per_head, KEY_TILE));
+    grow(added, round_up(per_head, UNIT_ROWS) * padded);
     for (auto* one : {&peaks, &sums, &other_peaks, &other_sums}) grow(*one, all);
     for (auto* each : {&outs, &other_outs}) grow(*each, all * padded);
 }
@@ -116,19 +120,23 @@ class UnitWork {
   public:
     UnitWork(const AttentionCall& call, const AttentionPlan::Unit& unit, AttentionScratch& scratch)
         : call_(call), unit_(unit), scratch_(scratch), sequence_(call.plan.sequences[unit.sequence]),
-          per_head_(unit.count * call.shape.group), padded_(round_up(call.shape.head_dim, PANEL)) {}
+          per_head_(unit.count * call.shape.group), padded_(round_up(call.shape.head_dim, PANEL)),
+          matrix_unit_(per_head_ > call.kernels.max_block_rows ? call.unit : nullptr) {}
 
     int64_t num_queries() const { return per_head_ * call_.shape.num_kv_heads; }
     int64_t padded() const { return padded_; }
 
     void pack_queries() {
-        const int64_t group = call_.shape.group, dim = call_.shape.head_dim;
+        const int64_t dim = call_.shape.head_dim;
         for (int64_t kv_head = 0; kv_head < call_.shape.num_kv_heads; ++kv_head) {
+            for (int64_t i = 0; matrix_unit_ && i < per_head_; ++i) {
+                matrix_unit_->put(head_queries(kv_head), dim, i, 0, query(kv_head, i), dim);
+            }
+            if (matrix_unit_) continue;
             for_blocks([&](int64_t begin, int64_t size) {
                 float* out = head_queries(kv_head) + begin * dim;
                 for (int64_t i = 0; i < size; ++i) {
-                    const int64_t query = begin + i, head = kv_head * group + query % group;
-                    const float* q = call_.q + (unit_.first + query / group) * call_.q_stride + head * dim;
+                    const float* q = query(kv_head, begin + i);
                     for (int64_t d = 0; d < dim; ++d) out[d * size + i] = q[d];
                 }
             });
@@ -178,8 +186,13 @@ class UnitWork {
         }
     }
 
+    const float* query(int64_t kv_head, int64_t i) const {
+        const int64_t group = call_.shape.group, head = kv_head * group + i % group;
+        return call_.q + (unit_.first + i / group) * call_.q_stride + head * call_.shape.head_dim;
+    }
+
     float* head_queries(int64_t kv_head) const {
-        return scratch_.queries.data() + kv_head * per_head_ * call_.shape.head_dim;
+        return scratch_.queries.data() + kv_head * tiles_size(per_head_, call_.shape.head_dim);
     }
 
     void run_tile(int64_t tile, const SoftmaxState& state) {
@@ -198,11 +211,16 @@ class UnitWork {
         const int64_t dim = call_.shape.head_dim, group = call_.shape.group;
         const bool all_finite = gather(tile, kv_head);
         float* scores = scratch_.scores.data();
-        for_blocks([&](int64_t begin, int64_t size) {
-            call_.kernels.multiply(Coding::FLOAT32, scratch_.keys.data(), KEY_TILE / PANEL, dim,
-                                   head_queries(kv_head) + begin * dim, size, scores + begin * KEY_TILE, KEY_TILE,
-                                   false);
-        });
+        if (matrix_unit_) {
+            matrix_unit_->multiply(shortened(scratch_.keys, dim * PANEL, KEY_TILE / PANEL, dim, scratch_.short_keys),
+                                   KEY_TILE / PANEL, dim, head_queries(kv_head), per_head_, scores, KEY_TILE);
+        } else {
+            for_blocks([&](int64_t begin, int64_t size) {
+                call_.kernels.multiply(Coding::FLOAT32, scratch_.keys.data(), KEY_TILE / PANEL, dim,
+                                       head_queries(kv_head) + begin * dim, size, scores + begin * KEY_TILE, KEY_TILE,
+                                       false);
+            });
+        }
         for (int64_t i = 0; i < per_head_; ++i) {
             const float factor = call_.kernels.soften(scores + i * KEY_TILE, masks[i / group], call_.shape.scale,
                                                       call_.shape.soft_cap, state.peak + i, state.sum + i);
@@ -210,14 +228,40 @@ class UnitWork {
                 for (int64_t d = 0; d < padded_; ++d) state.out[i * padded_ + d] *= factor;
             }
         }
-        if (all_finite) {
-            for_blocks([&](int64_t begin, int64_t size) { add_values(scratch_.values.data(), begin, size, state); });
-        } else {
+        if (!all_finite) {
             for (int64_t i = 0; i < per_head_; ++i) {
                 drop_hidden_values(masks[i / group]);
                 add_values(scratch_.clean_values.data(), i, 1, state);
             }
+        } else if (matrix_unit_) {
+            add_values_by_unit(state);
+        } else {
+            for_blocks([&](int64_t begin, int64_t size) { add_values(scratch_.values.data(), begin, size, state); });
         }
+    }
+
+    void add_values_by_unit(const SoftmaxState& state) {
+        float *weights = scratch_.short_weights.data(), *added = scratch_.added.data();
+        for (int64_t i = 0; i < per_head_; ++i) {
+            matrix_unit_->put(weights, KEY_TILE, i, 0, scratch_.scores.data() + i * KEY_TILE, KEY_TILE);
+        }
+        const int64_t num_panels = padded_ / PANEL, bytes = panel_bytes(Coding::BFLOAT16, KEY_TILE);
+        const char* panels = shortened(scratch_.values, VALUE_PANEL, num_panels, KEY_TILE, scratch_.short_values);
+        for (int64_t p = 0; p < num_panels; p += TILE_PANELS) {
+            matrix_unit_->multiply(panels + p * bytes, std::min(TILE_PANELS, num_panels - p), KEY_TILE, weights,
+                                   per_head_, added + p * PANEL, padded_);
+        }
+        for (int64_t i = 0; i < per_head_ * padded_; ++i) state.out[i] += added[i];
+    }
+
+    // Panels of floats, which came from bfloat16, as what they were.
+    const char* shortened(const std::vector<float>& panels, int64_t stride, int64_t num_panels, int64_t depth,
+                          std::vector<float>& out) const {
+        char* to = reinterpret_cast<char*>(out.data());
+        for (int64_t p = 0; p < num_panels; ++p) {
+            matrix_unit_->shorten(panels.data() + p * stride, depth, to + p * panel_bytes(Coding::BFLOAT16, depth));
+        }
+        return to;
     }
 
     // Past the last key its own stands in: no row sees what lies there.
@@ -254,6 +298,7 @@ class UnitWork {
     AttentionScratch& scratch_;
     const SequenceView& sequence_;
     const int64_t per_head_, padded_;
+    const MatrixUnit* const matrix_unit_;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "layer_skip/matrix_unit.h"
 #include "layer_skip/panel_kernels.h"
 #include "threads.h"
 
@@ -83,6 +84,7 @@ class AttentionScratch {
     void reserve(const AttentionShape& shape, int64_t max_rows);
 
     std::vector<float> queries, keys, values, clean_values, scores;
+    std::vector<float> short_keys, short_values, short_weights, added;  // for the matrix unit
     std::vector<float> peaks, sums, outs, other_peaks, other_sums, other_outs;
 };
 
@@ -95,6 +97,7 @@ struct AttentionCall {
     int64_t q_stride;
     int64_t window;        // 0: none
     SoftmaxState partials;  // plan.num_partials of them
+    const MatrixUnit* unit = nullptr;  // not null: for units of many queries, keys and values in bfloat16
 };
 
 // Unit `unit`, into partials or, finished, into scratch.outs. The second: a merge of a plan's, into scratch.outs.

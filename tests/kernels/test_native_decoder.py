@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
+    DTYPES,
+    LEVELS,
     STABLE,
     Driver,
     assert_as_good,
-    by_dtype,
-    by_level,
     configs,
     cpu_level,
     flat,
@@ -89,8 +91,7 @@ def _keeps(options: dict, row: int, layer: int) -> bool:
     return "route" not in options or options["route"][layer][0]
 
 
-@by_level
-@by_dtype
+@pytest.mark.parametrize(("level", "dtype"), [*product(LEVELS, DTYPES), ("amx", torch.bfloat16)], ids=str)
 @settings(STABLE, max_examples=40)
 @given(config=configs(), seed=st.integers(0, 2**20))
 def test_errs_at_most_twice_as_much_as_the_reference(

@@ -18,7 +18,7 @@ def context(tokens, limits, *, cache=None, slots=None, temperature=1.0, draw=Non
         cache=cache,
         slots=slots or [[] for _ in tokens],
         captured=[{} for _ in tokens],
-        draw=draw or (lambda indices, logits: (logits.argmax(-1).tolist(), logits)),
+        draw=draw or (lambda indices, logits, drafted: (logits.argmax(-1).tolist(), logits)),
     )
 
 
@@ -79,7 +79,7 @@ def test_the_reported_distribution_is_the_one_drawn_from():
     model = TableModel(5, 2)
     seen = []
 
-    def draw(indices, logits):
+    def draw(indices, logits, drafted):
         masked = logits.masked_fill(logits < logits.median(-1, keepdim=True).values, -torch.inf)
         seen.append(masked)
         return masked.argmax(-1).tolist(), masked
@@ -114,7 +114,7 @@ def test_model_drafter_stops_at_its_own_context():
 def test_a_broken_draft_row_ends_the_draft():
     drafter = ModelDrafter(TableModel(5, 5)).start()
     calls = iter(([2], [-1]))
-    draft = drafter.propose(context([[0]], [4], draw=lambda indices, logits: (next(calls), logits)))
+    draft = drafter.propose(context([[0]], [4], draw=lambda indices, logits, drafted: (next(calls), logits)))
     assert draft.row_tokens == [[0, 2]]
 
 
