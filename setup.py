@@ -101,7 +101,10 @@ def _find(pattern: str) -> list[str]:
 setup(
     packages=find_packages("python") + find_packages(include=["viasd_kernels", "viasd_kernels.*"]),
     package_dir={"": "python", "viasd_kernels": "viasd_kernels"},
-    package_data={"viasd": ["py.typed"], "viasd_kernels": ["py.typed", "*/README.md"]},
+    package_data={
+        "viasd": ["py.typed", "integrations/hub/custom_generate/*"],
+        "viasd_kernels": ["py.typed", "*/README.md"],
+    },
     ext_modules=[Extension("viasd_kernels._native", _find("*.cpp"), depends=_find("*.h") + _find("*.inc"))],
     cmdclass={"build_ext": NinjaBuild},
 )

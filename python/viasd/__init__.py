@@ -18,6 +18,7 @@ from viasd.errors import (
     UnsupportedModel,
     ViasdError,
 )
+from viasd.integrations import transformers_generate
 from viasd.language_model import LanguageModel, Stream, load
 from viasd.models import Model, SkipModel, TransformersModel
 from viasd.routing import Route
@@ -53,4 +54,5 @@ __all__ = [
     "UnsupportedModel",
     "ViasdError",
     "load",
+    "transformers_generate",
 ]

@@ -163,7 +163,7 @@ class LanguageModel:
             drafter=self.drafter,
             route=self.route,
             speculation=self.speculation,
-            costs=self._measured_costs(),
+            costs=self.measured_costs(),
             admission=admission,
         )
 
@@ -177,7 +177,7 @@ class LanguageModel:
 
         return stopping
 
-    def _measured_costs(self) -> Costs | None:
+    def measured_costs(self) -> Costs | None:
         if self.drafter and self.speculation.adaptive:
             with self._measuring:  # two measurements would differ, and one seed's outputs with them
                 self.costs = self.costs or measure_costs(self.model, self.drafter, self.route)
