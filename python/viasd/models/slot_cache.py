@@ -71,6 +71,12 @@ class SlotCache:
     def broken(self) -> torch.Tensor:
         return self._broken[: self.extent]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the keys and values of all layers."""
+        layers = self.layers.layers
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if isinstance(layer, SlotLayer))
+
     def begin(self, rows: Rows) -> None:
         """Point the layers at the slots of the coming pass."""
         if self.extent > self.capacity:

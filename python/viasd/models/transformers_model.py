@@ -62,14 +62,6 @@ class TransformersModel:
         return next(self.model.parameters()).device
 
     @property
-    def slot_bytes(self) -> int:
-        """Of one token's keys and values in all layers."""
-        config = self.config
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * self.num_layers * num_heads * head_dim * self.dtype.itemsize)
-
-    @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
@@ -161,6 +153,9 @@ class TransformersModel:
             probe(self, self.model, plain)
         finally:
             hook.remove()
+        cache = self.new_cache()  # what a token's keys and values take is seen once there are some
+        self.forward(Rows([0], [0], [0, 1], cache.pool.take(1), [[]]), cache)
+        self.slot_bytes = cache.num_bytes // cache.capacity
 
     def _note_layer_output(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._layer_returns_tuple = isinstance(output, tuple)
