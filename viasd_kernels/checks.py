@@ -48,8 +48,8 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     if tensor.ndim != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
+        expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise ValueError(f"{op}: {name} must have shape {expected}, got {list(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")

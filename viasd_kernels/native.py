@@ -1,5 +1,6 @@
 """The compiled module, imported on first use (importing the package needs no build), and how tensors reach it."""
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Optional, Tuple
@@ -11,6 +12,7 @@ from .checks import PANEL_DTYPES
 _DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
+@cache
 def load_native() -> ModuleType:
     """Return ``_native``, built from ``csrc`` when the package is installed; ``ImportError`` says how to build it."""
     try:
@@ -24,7 +26,7 @@ def load_native() -> ModuleType:
 
 def ready(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in the dtype that the compiled code reads, contiguous; itself where it already is."""
-    return tensor.to(dtype).contiguous()
+    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
 
 
 def matrix(logits: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -99,7 +100,30 @@ def generate(
     min_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this times the likeliest one.")
     ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divide the positive logits of what prompt and output have already; above 1.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Take this off a token's logit for each time that the output has it.")
+    ] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Take this off once the output has the token.")] = 0.0,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="Do not end before this many tokens.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End where the text has this, and leave it out; may be repeated.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="With --json: log-probabilities, and this many likeliest tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text. Default: random.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="exact: the full model's own output. tiered: the paper's rule, which approximates it; needs --route."
+        ),
+    ] = "exact",
+    gate: Annotated[
+        str, typer.Option(help="ratio, tv or kl: what sends a drafted token to a tier (three tiers).")
+    ] = "ratio",
     gamma: Annotated[int, typer.Option(min=1, help="Most tokens drafted per cycle.")] = 15,
     adaptive: Annotated[
         bool,
@@ -119,7 +143,15 @@ def generate(
 ) -> None:
     """Continue a prompt. The output is the full model's own, token for token when greedy, else in distribution."""
     text = _read_prompt(prompt, file, sys.stdin)
-    speculation = viasd.Speculation(gamma=gamma, adaptive=adaptive, max_pending=max_pending)
+    if mode == "tiered" and route is None:
+        raise typer.BadParameter("--mode tiered needs a slim tier: give --route")
+    speculation = viasd.Speculation(
+        mode=mode,  # type: ignore[arg-type]  # it refuses what it does not know
+        gamma=gamma,
+        adaptive=adaptive,
+        max_pending=max_pending,
+        gate=viasd.Gate(gate),
+    )
     with _progress() as report:
         lm = _load(model, report, drafter=None if drafter == "none" else drafter, route=route, speculation=speculation)
     stream = lm.stream(
@@ -129,6 +161,12 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        min_new_tokens=min_new_tokens,
+        stop=stop or (),
+        logprobs=logprobs,
         seed=seed,
     )
     broken_off: KeyboardInterrupt | viasd.DecodeError | None = None
@@ -210,5 +248,6 @@ def _as_json(lm: LanguageModel, result: Result) -> dict[str, Any]:
         "text": result.text,
         "tiers": result.tiers,
         "finish_reason": result.finish_reason,
+        "logprobs": [asdict(own) for own in result.logprobs],
         "stats": result.stats.to_dict(),
     }

@@ -189,14 +189,24 @@ def mask_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: flo
     if 0 < top_k < logits.shape[-1]:
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
     if top_p < 1.0:
-        ascending, order = scaled.sort(dim=-1)
-        drop = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
-        drop[..., -1] = False
-        scaled = scaled.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+        scaled = _keep_top_p(scaled, top_p)
     if min_p > 0.0:
         probs = scaled.softmax(-1)
         scaled = scaled.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits.masked_fill(scaled == -torch.inf, -torch.inf)
+
+
+def _keep_top_p(scaled: torch.Tensor, top_p: float, num_first: int = 1024) -> torch.Tensor:
+    """[n, V] with all but the most likely tokens at -inf, of which those before each have less than ``top_p``."""
+    # The nucleus is mostly small; only rows where the first few do not hold it are sorted whole.
+    probs, order = scaled.softmax(-1).topk(min(num_first, scaled.shape[-1]))
+    running = probs.cumsum(-1)
+    kept = (running - probs < top_p).scatter_(-1, torch.zeros_like(order[:, :1]), True)
+    masked = torch.full_like(scaled, -torch.inf).scatter_(-1, order, scaled.gather(-1, order).where(kept, -torch.inf))
+    wide = running[:, -1] < top_p
+    if probs.shape[-1] < scaled.shape[-1] and bool(wide.any()):
+        masked[wide] = _keep_top_p(scaled[wide], top_p, scaled.shape[-1])
+    return masked
 
 
 def mask_rows(logits: torch.Tensor, settings: Sequence[Sampling], row_start: Sequence[int]) -> torch.Tensor:

@@ -185,6 +185,7 @@ def test_native_coins_are_the_references_bit_for_bit() -> None:
 
 
 def test_a_missing_build_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_native.cache_clear()
     monkeypatch.setitem(sys.modules, "viasd_kernels._native", None)
     with pytest.raises(ImportError, match=r"pip install --no-build-isolation -e \..*impl=\"reference\""):
         load_native()

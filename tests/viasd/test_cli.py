@@ -130,12 +130,15 @@ def test_generate_continues_raw_text_without_chat_template(stub: StubModel, run:
 
 def test_generate_passes_every_option_on(stub: StubModel, run: Run) -> None:
     options = "--model m --drafter self --route default --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.9"
-    more = "--min-p 0.1 --seed 7 --gamma 2 --max-pending 3"
+    more = "--min-p 0.1 --seed 7 --gamma 2 --max-pending 3 --mode tiered --gate kl --repetition-penalty 1.5"
+    more += " --frequency-penalty 0.5 --presence-penalty -1 --min-new-tokens 2 --stop x --stop yz --logprobs 3"
     assert run("generate", "x", *options.split(), *more.split())[0] == 0
     arguments = stub.load_arguments
     assert (arguments["model"], arguments["drafter"], arguments["route"]) == ("m", "self", "default")
-    assert arguments["speculation"] == viasd.Speculation(gamma=2, max_pending=3)
+    assert arguments["speculation"] == viasd.Speculation("tiered", gamma=2, max_pending=3, gate=viasd.Gate("kl"))
     expected = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 7}
+    expected |= {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -1.0, "min_new_tokens": 2}
+    expected |= {"stop": ["x", "yz"], "logprobs": 3}
     assert stub.settings == expected
     assert run("generate", "x", "--drafter", "none")[0] == 0
     assert stub.load_arguments["drafter"] is None
@@ -182,6 +185,9 @@ def test_broken_generation_prints_what_there_is_and_why(stub: StubModel, run: Ru
         (["generate", "x", "--top-p", "1.5"], "--top-p"),
         (["generate", "x", "--top-k", "-1"], "--top-k"),
         (["generate", "x", "--min-p", "2"], "--min-p"),
+        (["generate", "x", "--mode", "fast", "--route", "default"], "mode must be"),
+        (["generate", "x", "--mode", "tiered"], "--mode tiered needs"),
+        (["generate", "x", "--gate", "js"], "criterion must be"),
         (["generate", "x", "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),
         (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
