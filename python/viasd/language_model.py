@@ -163,7 +163,7 @@ class LanguageModel:
             drafter=self.drafter,
             route=self.route,
             speculation=self.speculation,
-            costs=self.measured_costs(),
+            costs=self.measured_costs(hooks["speculation"]),
             admission=admission,
         )
 
@@ -177,8 +177,9 @@ class LanguageModel:
 
         return stopping
 
-    def measured_costs(self) -> Costs | None:
-        if self.drafter and self.speculation.adaptive:
+    def measured_costs(self, speculation: Speculation | None = None) -> Costs | None:
+        """What passes cost here, measured at the first call that needs it; None where it may still be unknown."""
+        if self.drafter and (speculation or self.speculation).adaptive:
             with self._measuring:  # two measurements would differ, and one seed's outputs with them
                 self.costs = self.costs or measure_costs(self.model, self.drafter, self.route)
         return self.costs
