@@ -1,5 +1,7 @@
 """Argument checks and the choice of an implementation, shared by every op."""
 
+import importlib.util
+import os
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -27,9 +29,21 @@ def resolve_impl(op: str, impl: str, device: torch.device, available: Sequence[s
     return impl
 
 
-def implementations(device: torch.device, native_dtype: bool = True) -> Tuple[str, ...]:
-    """Of an op with a native one for the CPU, for ``native_dtype`` only: its implementations on a device."""
-    return ("reference", "native") if device.type == "cpu" and native_dtype else ("reference",)
+def implementations(device: torch.device, native_dtype: bool = True, triton_dtype: bool = False) -> Tuple[str, ...]:
+    """An op's implementations on a device: the native one is for CPUs, Triton for GPUs, each for some dtypes only."""
+    found = ["reference"]
+    if device.type == "cpu" and native_dtype:
+        found.append("native")
+    if triton_dtype and triton_runs(device.type):
+        found.append("triton")
+    return tuple(found)
+
+
+def triton_runs(device_type: str) -> bool:
+    """Whether Triton is installed and takes tensors of this device; those of the CPU under its interpreter only."""
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return importlib.util.find_spec("triton") is not None
 
 
 def check_tensor(

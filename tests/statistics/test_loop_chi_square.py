@@ -11,11 +11,16 @@ from viasd.decode import Costs
 from viasd.drafters import Draft, Drafter
 from viasd_kernels import uniforms
 
-TRIALS = 200_000
+CONTROL_TRIALS = 20_000
 FALSE_ALARM = 1e-9
 
 
-def sampled(model, drafter, route, coins=uniforms, trials=TRIALS, costs=None, **options):
+@pytest.fixture(params=[50_000, pytest.param(200_000, marks=pytest.mark.full)])
+def trials(request):
+    return request.param
+
+
+def sampled(model, drafter, route, coins=uniforms, trials=CONTROL_TRIALS, costs=None, **options):
     """How often each output came, and the law it should come from."""
     speculation = Speculation(gamma=2, max_pending=3, **options)
 
@@ -81,35 +86,36 @@ class TwoSiblings(Drafter):
 @pytest.mark.parametrize(
     ("kind", "route"), [("self", None), ("self", SLIM), ("model", SLIM)], ids=["self-two", "self-three", "model-three"]
 )
-def test_chains(kind, route):
+def test_chains(kind, route, trials):
     model = TableModel(3, 61)
     drafter = SelfDrafter(model, DRAFT) if kind == "self" else ModelDrafter(TableModel(3, 62))
-    assert pvalue(model, drafter, route) > FALSE_ALARM
+    assert pvalue(model, drafter, route, trials=trials) > FALSE_ALARM
 
 
-def test_a_changing_draft_length():
+def test_a_changing_draft_length(trials):
     """One token is drafted at first, none in the cycle after a rejected one."""
     model = TableModel(3, 65)
-    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, costs=Costs((1, 2, 3), (1.0, 1.681, 2.3))) > FALSE_ALARM
+    costs = Costs((1, 2, 3), (1.0, 1.681, 2.3))
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, costs=costs, trials=trials) > FALSE_ALARM
 
 
-def test_sequences_that_escalate_together():
+def test_sequences_that_escalate_together(trials):
     model = TableModel(4, 63)
-    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, co_escalate=True) > FALSE_ALARM
+    assert pvalue(model, SelfDrafter(model, DRAFT), SLIM, co_escalate=True, trials=trials) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(
     ("kind", "route"), [("with_replacement", None), ("without_replacement", SLIM)], ids=["with-two", "without-three"]
 )
-def test_trees(kind, route):
+def test_trees(kind, route, trials):
     model = TableModel(3, 64)
-    assert pvalue(model, TwoSiblings(model, kind, kind), route) > FALSE_ALARM
+    assert pvalue(model, TwoSiblings(model, kind, kind), route, trials=trials) > FALSE_ALARM
 
 
 def test_the_wrong_kind_of_tree_is_caught():
     model = TableModel(3, 64)
     drafter = TwoSiblings(model, "without_replacement", "with_replacement")
-    assert_caught(*sampled(model, drafter, None, trials=TRIALS // 10))
+    assert_caught(*sampled(model, drafter, None))
 
 
 def test_coins_that_passes_share_are_caught():
@@ -118,4 +124,4 @@ def test_coins_that_passes_share_are_caught():
     def shared(seeds, draws, n):
         return uniforms(seeds, torch.zeros_like(draws), n)
 
-    assert_caught(*sampled(model, SelfDrafter(model, DRAFT), SLIM, coins=shared, trials=TRIALS // 10))
+    assert_caught(*sampled(model, SelfDrafter(model, DRAFT), SLIM, coins=shared))

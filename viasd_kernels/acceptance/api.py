@@ -68,7 +68,7 @@ def acceptance_stats(
         raise ValueError(f"{name}: alpha must be in [0, 1), got {alpha}")
     if not (beta > 0 and isfinite(beta)):
         raise ValueError(f"{name}: beta must be finite and > 0, got {beta}")
-    impl = resolve_impl(name, impl, device, implementations(device))
+    impl = _resolve(name, impl, draft_logits, target_logits)
     if check:
         _check_temperature(name, temperature)
         outside = ((tokens < -1) | (tokens >= vocabulary)).nonzero()
@@ -134,7 +134,7 @@ def accept_chain(
     name = "accept_chain"
     device = _check_logits(name, "target_logits", target_logits, draft_logits)
     _check_rows(name, row_tokens, uniforms, row_start, temperature, target_logits.shape[0], device)
-    impl = resolve_impl(name, impl, device, implementations(device))
+    impl = _resolve(name, impl, draft_logits, target_logits)
     if check:
         check_row_start(name, row_start, target_logits.shape[0])
         _check_temperature(name, temperature)
@@ -209,7 +209,7 @@ def gate_tiers(
         check_tensor(name, threshold, values, temperature.shape, REAL_DTYPES, device)
     if gate.criterion != "ratio" and draft_logits is None:
         raise ValueError(f"{name}: draft_logits must be given for the criterion {gate.criterion!r}, got None")
-    impl = resolve_impl(name, impl, device, implementations(device))
+    impl = _resolve(name, impl, draft_logits, slim_logits)
     if check:
         check_row_start(name, row_start, slim_logits.shape[0])
         _check_temperature(name, temperature)
@@ -261,6 +261,12 @@ def _check_rows(
     if not row_start.numel():
         raise ValueError(f"{name}: row_start must have one entry more than there are sequences, got shape [0]")
     check_tensor(name, "temperature", temperature, (row_start.shape[0] - 1,), REAL_DTYPES, device)
+
+
+def _resolve(name: str, impl: str, *logits: Optional[torch.Tensor]) -> str:
+    narrow = all(tensor is None or tensor.dtype != torch.float64 for tensor in logits)
+    device = next(tensor.device for tensor in logits if tensor is not None)
+    return resolve_impl(name, impl, device, implementations(device, triton_dtype=narrow))
 
 
 def _check_temperature(name: str, temperature: torch.Tensor) -> None:

@@ -50,6 +50,10 @@ def _acceptance_stats(
         from . import native
 
         return native.acceptance_stats(draft_logits, target_logits, tokens, temperature, alpha, beta, undershoot)
+    if impl == "triton":
+        from . import triton
+
+        return triton.acceptance_stats(draft_logits, target_logits, tokens, temperature, alpha, beta, undershoot)
     raise NotImplementedError(f"acceptance_stats: no {impl!r} implementation")
 
 
@@ -84,6 +88,10 @@ def _accept_chain(
         from . import native
 
         return native.accept_chain(row_tokens, target_logits, uniforms, row_start, temperature, draft_logits)
+    if impl == "triton":
+        from . import triton
+
+        return triton.accept_chain(row_tokens, target_logits, uniforms, row_start, temperature, draft_logits)
     raise NotImplementedError(f"accept_chain: no {impl!r} implementation")
 
 
@@ -129,6 +137,12 @@ def _gate_tiers(
         from . import native
 
         return native.gate_tiers(
+            row_tokens, slim_logits, uniforms, row_start, criterion, accept, escalate, temperature, draft_logits
+        )
+    if impl == "triton":
+        from . import triton
+
+        return triton.gate_tiers(
             row_tokens, slim_logits, uniforms, row_start, criterion, accept, escalate, temperature, draft_logits
         )
     raise NotImplementedError(f"gate_tiers: no {impl!r} implementation")
