@@ -166,7 +166,7 @@ def test_variants_and_threads_give_the_same_bits(name: str, dtype: torch.dtype, 
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match="'auto', 'portable', 'avx2' or 'avx512', got 'sse9'"):
+    with pytest.raises(ValueError, match="'auto', 'portable', 'avx2', 'avx512' or 'amx', got 'sse9'"):
         load_native().set_cpu_level("sse9")
     assert load_native().cpu_level() == supported_levels()[-1]
 
