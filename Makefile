@@ -21,15 +21,18 @@ help:  ## list what can be made
 demo: $(VENV)/.demo  ## set up, then decode with the embedded model, every token coloured by the tier that decided it
 	$(BIN)/viasd demo
 
+# A core each, and no more than the machine's memory takes.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: $(VENV)/.dev  ## set up, then lint, types, and every test but the long forms
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
 
 test-all: $(VENV)/.dev  ## the same with the long forms (the tests marked `full`)
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # A copy of the packages, built apart; pytest by its own name, as `python -m pytest` would import the packages from here.
 # It leaves standard error alone, where the reports go. Leaks are not looked for: the interpreter and torch keep much until

@@ -1,13 +1,14 @@
-"""Builds the native extension with ninja; everything else about the package is in pyproject.toml."""
+"""Builds the native extensions with ninja; everything else about the package is in pyproject.toml."""
 
+import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
@@ -33,6 +34,10 @@ FLAGS_BY_SUFFIX = {
     "_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 
+# Only objects made from .cu files have code for GPUs; the last architecture's stays portable to later ones.
+CUDA_ARCHITECTURES = ("80", "90", "100")
+CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
 
 class NinjaBuild(build_ext):
     """One ninja graph per extension: parallel, and incremental in an editable install."""
@@ -54,22 +59,50 @@ class NinjaBuild(build_ext):
             # with global visibility, so no second one can come in. Elsewhere the pragmas are ignored.
             flags.append("-fopenmp")
         own_flags = os.environ.get("CXXFLAGS", "")
-        includes = [root / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
+        includes = [f'-I"{path}"' for path in (root / "csrc", _pybind11_include(), sysconfig.get_path("include"))]
         link_flags = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+        compile_command = ["$cxx", *flags, *includes, own_flags, "$fileflags"]
+        link_command = ["$cxx", *link_flags, own_flags]
+        if any(source.endswith(".cu") for source in ext.sources):  # nvcc hands what is not for GPUs on to the compiler
+            compile_command = ["$nvcc", *CUDA_FLAGS, *_cuda_targets(), *includes]
+            link_command = ["$nvcc", "-shared", "-cudart static"]
         with open(build_dir / "build.ninja", "w", encoding="utf-8") as file:
             graph = Writer(file, width=120)
             graph.variable("cxx", cxx)
-            graph.variable("cxxflags", " ".join([*flags, *(f'-I"{path}"' for path in includes), own_flags]))
-            compile_command = "$cxx $cxxflags $fileflags -MMD -MF $out.d -c $in -o $out"
-            graph.rule("compile", compile_command, depfile="$out.d", deps="gcc")
-            graph.rule("link", f"$cxx {' '.join(link_flags)} {own_flags} $in -o $out")
-            objects = [str(Path(source).with_suffix(".o")) for source in ext.sources]
+            graph.variable("nvcc", f'"{_find_nvcc()}" -ccbin "{cxx}"')
+            depfile = "-MMD -MF $out.d -c $in -o $out"
+            graph.rule("compile", " ".join([*compile_command, depfile]), depfile="$out.d", deps="gcc")
+            graph.rule("link", " ".join([*link_command, "$in -o $out"]))
+            objects = [f"{source}.o" for source in ext.sources]
             for source, obj in zip(ext.sources, objects, strict=True):
                 file_flags = " ".join(_file_flags(source, macros))
                 graph.build(_escape(obj), "compile", _escape(str(root / source)), variables={"fileflags": file_flags})
             graph.build(_escape(str(target)), "link", [_escape(obj) for obj in objects])
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(build_dir)], check=True)
+
+
+def _pybind11_include() -> str:
+    """pybind11's headers: the package's own, or else those that come with torch."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return pybind11.get_include()
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("neither pybind11 nor torch, which brings its headers, is installed")
+    return str(Path(spec.origin).parent / "include")
+
+
+def _find_nvcc() -> Path | None:
+    found = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    return None if found is None else Path(found).resolve()
+
+
+def _cuda_targets() -> list[str]:
+    last = CUDA_ARCHITECTURES[-1]
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
+    return [*targets, f"-gencode=arch=compute_{last},code=compute_{last}"]
 
 
 def _predefined_macros(cxx: str) -> set[str]:
@@ -98,13 +131,25 @@ def _find(pattern: str) -> list[str]:
     return sorted(str(path) for path in Path("csrc").rglob(pattern))
 
 
+def _extensions() -> list[Extension]:
+    headers = [*_find("*.h"), *_find("*.inc"), *_find("*.cuh")]
+    cuda_sources = [*_find("*.cu"), "csrc/cuda/binding_cuda.cpp"]
+    cpu_sources = [source for source in _find("*.cpp") if source not in cuda_sources]
+    extensions = [Extension("viasd_kernels._native", cpu_sources, depends=headers)]
+    if _find_nvcc() is None:
+        print("note: nvcc was not found, so the CUDA C++ kernels (viasd_kernels._cuda) are left out")
+    else:
+        extensions.append(Extension("viasd_kernels._cuda", cuda_sources, depends=headers))
+    return extensions
+
+
 setup(
     packages=find_packages("python") + find_packages(include=["viasd_kernels", "viasd_kernels.*"]),
     package_dir={"": "python", "viasd_kernels": "viasd_kernels"},
     package_data={
         "viasd": ["py.typed", "integrations/hub/custom_generate/*"],
-        "viasd_kernels": ["py.typed", "*/README.md"],
+        "viasd_kernels": ["py.typed", "*/README.md", "*/configurations.json"],
     },
-    ext_modules=[Extension("viasd_kernels._native", _find("*.cpp"), depends=_find("*.h") + _find("*.inc"))],
+    ext_modules=_extensions(),
     cmdclass={"build_ext": NinjaBuild},
 )

@@ -5,6 +5,8 @@ that weights come from memory. Transformers' forward, with its own cache of the 
 rounds; its cache is cropped back after each call, a matter of microseconds per layer.
 
     python benchmarks/benchmark_layer_skip.py --model path/of/a/folder
+
+On a GPU it times the ops alone: the step there is gpu_check.py's.
 """
 
 from __future__ import annotations
@@ -21,81 +23,16 @@ import torch
 import torch.nn.functional as F
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from measure import DTYPES, Report, arguments_parser, cold, implementations, paired_ratio, percentiles
-from measure import refuse_unless_close as compare
+from bypass_cases import linear_shapes, measure_linear, measure_norm
+from measure import Report, arguments_parser
+from timing import DTYPES, paired_ratio, percentiles
+from timing import refuse_unless_close as compare
 from viasd.models.embedded import embedded_model
 from viasd.models.hf_mapping import decoder_config, decoder_weights
 from viasd.report.terminal import plain_table
-from viasd_kernels import DecoderConfig, KVPool, SkipDecoder, bypass_linear, bypass_norm
-
-EPS = 1e-5
-
-
-def measure_norm(report: Report, rows: int, width: int, dtype_name: str) -> None:
-    dtype = DTYPES[dtype_name]
-    hidden, delta = torch.randn(2, rows, width).to(dtype)
-    weight, keep = torch.ones(width, dtype=dtype), torch.ones(rows, dtype=torch.bool)
-    streams, deltas = (cold(tensor, report.buffer_bytes // 2) for tensor in (hidden, delta))
-
-    def call(impl: str, turn: int = 0):
-        pair = streams[turn % len(streams)], deltas[turn % len(deltas)]
-        return bypass_norm(*pair, keep, weight, eps=EPS, impl=impl)
-
-    def plain(turn: int):
-        total = streams[turn % len(streams)] + deltas[turn % len(deltas)]
-        return total, F.rms_norm(total, (width,), weight, EPS)
-
-    case = f"{rows} x {width}"
-    found = implementations(call, what=f"bypass_norm, {case}, {dtype_name}")
-    ways = {impl: lambda turn, impl=impl: call(impl, turn) for impl in found}
-    report.measure("bypass_norm", case, dtype_name, 4 * hidden.nbytes, {**ways, "torch": plain}, "copy")
-
-
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, str | None]]:
-    """Dout, Din and epilogue of a layer's linear layers and the head."""
-    width, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    return {
-        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, width, None),
-        "attention_out": (width, heads, "residual"),
-        "gate_up": (2 * inner, width, config.activation),
-        "mlp_out": (width, inner, "residual"),
-        "head": (config.vocab_size, width, None),
-    }
-
-
-def measure_linear(report: Report, name: str, shape: tuple[int, int, str | None], rows: int, dtype_name: str) -> None:
-    """All rows kept; and, for the weight of the MLP's gates, all bypassed: what is left of a tile's time then."""
-    dtype, (outputs, inputs, epilogue) = DTYPES[dtype_name], shape
-    x = torch.randn(rows, inputs).to(dtype)
-    weights = cold((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype), report.buffer_bytes)
-    residual = torch.randn(rows, outputs).to(dtype) if epilogue == "residual" else None
-    activation = epilogue if epilogue != "residual" else None
-
-    def call(impl: str, turn: int, keep: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"residual": residual, "activation": activation, "impl": impl}
-        return bypass_linear(x, weights[turn % len(weights)], keep, **options)
-
-    def plain(turn: int) -> torch.Tensor:
-        y = F.linear(x, weights[turn % len(weights)])
-        if activation:
-            gate, up = y.chunk(2, -1)
-            return (F.silu(gate) if activation == "silu_mul" else F.gelu(gate, approximate="tanh")) * up
-        return y if residual is None else y + residual
-
-    case = f"{name}, {rows} rows"
-    num_outputs = outputs // 2 if activation else outputs
-    activations = x.nbytes + dtype.itemsize * rows * num_outputs * (2 if epilogue == "residual" else 1)
-    for kept in (True, False) if name == "gate_up" else (True,):
-        keep = torch.full((rows,), kept)
-        what = case if kept else f"{case}, bypassed"
-        found = implementations(lambda impl, keep=keep: call(impl, 0, keep), what=f"bypass_linear, {what}")
-        ways = {impl: lambda turn, impl=impl, keep=keep: call(impl, turn, keep) for impl in found}
-        if kept:
-            ways["torch"] = plain
-        num_bytes = weights[0].nbytes + activations if kept else rows * num_outputs * dtype.itemsize
-        report.measure("bypass_linear", what, dtype_name, num_bytes, ways)
+from viasd_kernels import KVPool, SkipDecoder
 
 
 def logits_of(decoder: SkipDecoder, pool: KVPool, ids: torch.Tensor, context: int, **options: Any) -> torch.Tensor:
@@ -280,15 +217,15 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of `past_key_values`, whose new name older releases do not know
     report = Report("layer_skip_as_given" if arguments.as_given else "layer_skip", arguments)
     steps: list[dict[str, Any]] = []
+    config = decoder_config(AutoConfig.from_pretrained(arguments.model))
     for dtype in arguments.dtypes:
-        copies = load_copies(arguments, dtype, report.buffer_bytes)
-        config = copies[0].decoder.config
-        if "steps" not in arguments.skip:
+        if "steps" not in arguments.skip and arguments.device == "cpu":
+            copies = load_copies(arguments, dtype, report.buffer_bytes)
             for context in arguments.contexts:
                 steps += measure_steps(report, copies, context, dtype)
             for length in arguments.prefills:
                 measure_prefill(report, copies, length, dtype)
-        del copies  # before the ops' buffers are made
+            del copies  # before the ops' buffers are made
         if "ops" not in arguments.skip:
             for rows in arguments.rows:
                 measure_norm(report, rows, config.hidden_size, dtype)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired timing, measured memory bandwidth, cold buffers, environment, and the report."""
+"""What the benchmarks of kernels share beside timing: options, the report with its table, the environment."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import argparse
 import json
 import platform
 import re
-import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
-from viasd.report.terminal import plain_table, progress_bar
+from timing import DTYPES, Cases, Way
 
 RESULTS = Path(__file__).parent / "results"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Of values of the order of 1, implementations may differ by the rounding of the dtype and of float32 sums.
-TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.6e-2, 1e-2)}
-
-COLUMNS = 4096  # of the matrix that measures the bandwidth
-
-Way = Callable[[int], Any]
 
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
@@ -35,6 +26,7 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--repeats", type=int, default=50, help="timed calls of each implementation and case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--buffer-mib", type=int, default=default_buffer_bytes() >> 20, help="size of cold buffers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser
@@ -55,141 +47,35 @@ def default_buffer_bytes() -> int:
     return min(max(1 << 30, 2 * last_level_cache_bytes()), limit)
 
 
-def cold(tensor: torch.Tensor, total_bytes: int) -> Sequence[torch.Tensor]:
-    """Copies of a tensor that fill ``total_bytes``: who goes round among them finds none in the cache."""
-    count = max(2, -(-total_bytes // max(1, tensor.nbytes)))
-    return tensor.expand(count, *tensor.shape).contiguous().unbind()
-
-
-def interleaved(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call; the ways take turns, in an order that rotates, so that drifts of the machine pair.
-
-    A way is told a number that is new in every call: which of its cold buffers to use.
-    """
-    names, times, turn = list(ways), {name: [] for name in ways}, 0
-    for repeat in range(-1, repeats):  # the first round is a warm-up
-        first = repeat % len(names)
-        for name in names[first:] + names[:first]:
-            elapsed_ms = 1e3 * _seconds(lambda way=ways[name], number=turn: way(number))
-            turn += 1
-            if repeat >= 0:
-                times[name].append(elapsed_ms)
-    return times
-
-
-def percentiles(times: Sequence[float]) -> dict[str, float]:
-    values = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    return dict(zip(("p20_ms", "p50_ms", "p80_ms"), values.tolist(), strict=True))
-
-
-def paired_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one way's time divided by another's."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
-
-
-def implementations(call: Callable[[str], Any], expected: Callable[[], Any] | None = None, what: str = "") -> list[str]:
-    """Which implementations there are here. Refuses to go on if one differs from the reference.
-
-    ``expected`` makes the reference's result anew where the call writes to its arguments.
-    """
-    reference = (expected or (lambda: call("reference")))()
-    try:
-        refuse_unless_close(what, call("native"), reference)
-    except NotImplementedError:
-        return ["reference"]
-    return ["native", "reference"]
-
-
-def refuse_unless_close(what: str, got: Any, expected: Any) -> None:
-    """End the benchmark if results differ: no figures of a wrong kernel."""
-    for own, other in zip(_tensors(got), _tensors(expected), strict=True):
-        rtol, atol = TOLERANCES.get(own.dtype, (0.0, 0.0))
-        try:
-            torch.testing.assert_close(own, other, rtol=rtol, atol=atol, equal_nan=True)
-        except AssertionError as error:
-            raise SystemExit(f"{what}: the result differs from the reference's, nothing is reported\n{error}") from None
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-class Bandwidth:
-    """Memory bandwidth, sampled between the cases.
-
-    Read: the faster of a dot product and a matrix-vector product (which of them uses all threads depends on the BLAS).
-    Copy: torch's own; the bytes read and those written.
-    """
-
-    def __init__(self, buffer_bytes: int) -> None:
-        self.buffer_bytes = buffer_bytes
-        self._matrix = torch.ones(max(2, buffer_bytes // 4 // COLUMNS), COLUMNS)
-        self._vector = torch.ones(COLUMNS)
-        self._target = torch.empty_like(self._matrix)
-        self.samples: dict[str, list[float]] = {"read": [], "copy": []}
-        self.sample()  # pages are mapped by the first use
-        for values in self.samples.values():
-            values.clear()
-
-    def sample(self) -> None:
-        half = len(self._matrix) // 2
-        heads, tails = self._matrix[:half].view(-1), self._matrix[half : 2 * half].view(-1)
-        read_s = min(_seconds(lambda: torch.dot(heads, tails)), _seconds(lambda: self._matrix @ self._vector))
-        self.samples["read"].append(self._matrix.nbytes / read_s)
-        self.samples["copy"].append(2 * self._matrix.nbytes / _seconds(lambda: self._target.copy_(self._matrix)))
-
-    def bytes_per_ms(self, kind: str) -> float:
-        return statistics.median(self.samples[kind]) / 1e3
-
-    def to_dict(self) -> dict[str, Any]:
-        medians = {f"{kind}_gb_per_s": statistics.median(values) / 1e9 for kind, values in self.samples.items()}
-        return {"buffer_bytes": self.buffer_bytes, "samples": len(self.samples["read"]), **medians}
-
-
-class Report:
+class Report(Cases):
     """Measured cases: a table on the terminal, JSON in a file. Made once per benchmark."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name, self.arguments = name, arguments
-        self.buffer_bytes = arguments.buffer_mib << 20
-        self.bandwidth = Bandwidth(self.buffer_bytes)
-        self.rows: list[dict[str, Any]] = []
+        device = torch.device(arguments.device)
+        compiler = "inductor" if device.type == "cuda" else None
+        super().__init__(device, arguments.buffer_mib << 20, arguments.repeats, compiler=compiler, peers=True)
+        self.name = name if device.type == "cpu" else f"{name}_{device.type}"
+        self.arguments = arguments
         self.more: dict[str, Any] = {}
 
-    def measure(
-        self, op: str, case: str, dtype: str, num_bytes: int, ways: Mapping[str, Way], kind: str = "read"
-    ) -> None:
-        """Time the ways of one case; ``num_bytes`` must move, and the bandwidth of this ``kind`` bounds it."""
-        self.add(op, case, dtype, num_bytes, self.interleaved(f"{op}, {case}, {dtype}", ways), kind)
-
     def interleaved(self, what: str, ways: Mapping[str, Way]) -> dict[str, list[float]]:
+        from rich.console import Console  # here, as gpu_check.py goes without
+
+        from viasd.report.terminal import progress_bar
+
         with progress_bar(Console(stderr=True)) as progress:
             progress(what, 0, 0)
-            self.bandwidth.sample()
-            return interleaved(ways, self.arguments.repeats)
-
-    def add(
-        self, op: str, case: str, dtype: str, num_bytes: int, times: Mapping[str, Sequence[float]], kind: str = "read"
-    ) -> None:
-        for way, own in times.items():
-            entry = {"op": op, "case": case, "dtype": dtype, "way": way, **percentiles(own), "bytes": num_bytes}
-            self.rows.append(entry | {"bandwidth": kind})
+            return super().interleaved(what, ways)
 
     def finish(self) -> None:
-        """Fractions of the bandwidth's median over the whole run; table and file."""
+        """Fractions of the bandwidth; table and file."""
+        from rich.console import Console
+
+        from viasd.report.terminal import plain_table
+
+        self.add_fractions()
         table = plain_table("operation", "case", "dtype", "way", "p20 ms", "p50 ms", "p80 ms", "MB", "of bandwidth")
         for row in self.rows:
-            row["fraction"] = row["bytes"] / self.bandwidth.bytes_per_ms(row["bandwidth"]) / row["p50_ms"]
             cells = [f"{row[name]:.3f}" for name in ("p20_ms", "p50_ms", "p80_ms")]
             names = (row[name] for name in ("op", "case", "dtype", "way"))
             table.add_row(*names, *cells, f"{row['bytes'] / 1e6:.2f}", f"{row['fraction']:.0%} {row['bandwidth']}")
@@ -214,14 +100,12 @@ class Report:
 
 def environment() -> dict[str, Any]:
     """What the figures depend on beside the settings."""
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
+    found = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "commit": command_output("git", "rev-parse", "HEAD"),
         "processor": names[0] if names else platform.processor(),
         "last_level_cache_bytes": last_level_cache_bytes(),
         "threads": torch.get_num_threads(),
@@ -229,3 +113,24 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found |= {
+            "gpu": device.name,
+            "gpu_bytes": device.total_memory,
+            "gpu_processors": device.multi_processor_count,
+            "gpu_cache_bytes": device.L2_cache_size,
+            "driver": command_output(*query),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def command_output(*command: str) -> str:
+    """What a command prints; nothing where there is no such command."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()

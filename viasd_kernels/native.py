@@ -1,4 +1,4 @@
-"""The compiled module, imported on first use (importing the package needs no build), and how tensors reach it."""
+"""The compiled modules, imported on first use (importing the package needs no build), and how tensors reach them."""
 
 from functools import cache
 from importlib import import_module
@@ -24,6 +24,25 @@ def load_native() -> ModuleType:
         ) from error
 
 
+@cache
+def load_cuda() -> ModuleType:
+    """Return ``_cuda``, built where nvcc is found; ``ImportError`` says how to build it."""
+    try:
+        return import_module("._cuda", __package__)
+    except ImportError as error:
+        raise ImportError(
+            "viasd_kernels._cuda cannot be imported. Install the CUDA toolkit, so that nvcc is found, and build again "
+            'with `pip install --no-build-isolation -e .` in the source tree, or pass impl="triton".'
+        ) from error
+
+
+def launch_place(device: torch.device) -> Optional[Tuple[int, int]]:
+    """Where ``_cuda`` launches for tensors of a device, its index and current stream; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    return device.index, torch.cuda.current_stream(device).cuda_stream
+
+
 def ready(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in the dtype that the compiled code reads, contiguous; itself where it already is."""
     return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
@@ -34,6 +53,21 @@ def matrix(logits: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
     if logits is None:
         return 0, 0, 0, 0
     return logits.data_ptr(), logits.stride(0), logits.shape[1], _DTYPE_CODES[logits.dtype]
+
+
+def team_logits(
+    num_sequences: int, target: Optional[torch.Tensor], draft: Optional[torch.Tensor]
+) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """What ``_cuda`` takes: both logits in one dtype, and memory for what rejections leave of a sequence's two rows."""
+    if target is None:
+        return None, None, None
+    if draft is None:
+        width = target.shape[1]
+    else:
+        width = target.shape[1] + draft.shape[1]
+        if draft.dtype != target.dtype:
+            target, draft = target.float(), draft.float()
+    return target, draft, target.new_empty(num_sequences, width, dtype=torch.float32)
 
 
 # csrc's Element, what kernels over panels read and write.

@@ -162,7 +162,8 @@ void bind_layer_skip(py::module_& m) {
     m.def("pack_weights", &pack, NoGil(), py::arg("weights"), py::arg("coding"), py::arg("panels"),
           py::arg("num_threads"));
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("begin"), py::arg("bytes"));
-    py::class_<Decoder>(m, "Decoder")
+    // Local to this module: a copy of the package under another name has a Decoder of its own in the same process.
+    py::class_<Decoder>(m, "Decoder", py::module_local())
         .def(py::init(&make_decoder), py::arg("model"), py::arg("layers"), py::arg("ropes"))
         .def("step", &step, NoGil(), py::kw_only(), py::arg("num_rows"), py::arg("num_sequences"), py::arg("tokens"),
              py::arg("positions"), py::arg("row_start"), py::arg("parents"), py::arg("slots"), py::arg("max_len"),

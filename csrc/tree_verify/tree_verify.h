@@ -11,6 +11,7 @@
 namespace viasd {
 
 constexpr int32_t NO_ROW = -1;
+constexpr int64_t UNKNOWN_VOCAB = int64_t{1} << 31;  // more than any id that an int32 holds
 
 struct TreeLinks {
     int64_t* ancestors;  // [num_rows, num_words]
@@ -49,7 +50,7 @@ struct TreeRows {
     const int32_t* next_sibling;
     const int64_t* tokens;
     int64_t num_rows;
-    int64_t vocab;  // INT64_MAX where only the argmax ids are known
+    int64_t vocab;  // UNKNOWN_VOCAB where only the argmax ids are known
 };
 
 // A link must lead forward and stay inside the sequence. This also ends every walk, whatever the arrays hold.
@@ -74,17 +75,27 @@ HOST_DEVICE inline int64_t next_usable_sibling(const TreeRows& rows, int64_t chi
     return next_usable(rows, follow_link(rows, child, rows.next_sibling[child]));
 }
 
-// TREE_PRUNED if a drafted row with a token cannot be followed, or a link leads nowhere. The root's token is not read.
-HOST_DEVICE inline int32_t inspect_tree(const TreeRows& rows) {
-    for (int64_t row = 0; row < rows.num_rows; ++row) {
-        const int32_t child = rows.first_child[row], sibling = rows.next_sibling[row];
-        const bool broken = (child != NO_ROW && follow_link(rows, row, child) == NO_ROW) ||
-                            (sibling != NO_ROW && follow_link(rows, row, sibling) == NO_ROW);
-        const bool pruned = row > 0 && rows.tokens[row] != UNUSED_TOKEN && !is_usable(rows, row);
-        if (broken || pruned) return STATUS_TREE_PRUNED;
-    }
-    return 0;
+// TREE_PRUNED if the row is drafted, has a token and cannot be followed, or has a link that leads nowhere. The root's
+// token is not read.
+HOST_DEVICE inline int32_t inspect_row(const TreeRows& rows, int64_t row) {
+    const int32_t child = rows.first_child[row], sibling = rows.next_sibling[row];
+    const bool broken = (child != NO_ROW && follow_link(rows, row, child) == NO_ROW) ||
+                        (sibling != NO_ROW && follow_link(rows, row, sibling) == NO_ROW);
+    const bool pruned = row > 0 && rows.tokens[row] != UNUSED_TOKEN && !is_usable(rows, row);
+    return broken || pruned ? STATUS_TREE_PRUNED : 0;
 }
+
+// Argmax ids that the caller brought; no logits are read.
+struct GivenArgmax {
+    const int64_t* ids;
+    int64_t vocab;
+
+    HOST_DEVICE int64_t argmax(int64_t node, int32_t* status) const {
+        if (ids[node] >= 0 && ids[node] < vocab) return ids[node];
+        *status |= STATUS_TOKEN_OUT_OF_RANGE;
+        return -1;
+    }
+};
 
 // `target.argmax(node, &status)` gives the target's id after the node, or -1 with a fatal status.
 template <class Target>

@@ -1,7 +1,6 @@
 #include "tree_verify/tree_verify_cpu.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "sampling/node_laws.h"
@@ -9,18 +8,6 @@
 namespace viasd {
 
 namespace {
-
-// Argmax ids that the caller brought; no logits are read.
-struct GivenArgmax {
-    const int64_t* ids;
-    int64_t vocab;
-
-    int64_t argmax(int64_t node, int32_t* status) const {
-        if (ids[node] >= 0 && ids[node] < vocab) return ids[node];
-        *status |= STATUS_TOKEN_OUT_OF_RANGE;
-        return -1;
-    }
-};
 
 template <class Real>
 SequenceVerdict verify_sequence(const VerifyTreeInputs& in, const TreeRows& rows, int64_t first_row, Real temperature,
@@ -41,7 +28,7 @@ SequenceVerdict verify_sequence(const VerifyTreeInputs& in, const TreeRows& rows
 template <class Real>
 void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, int num_threads) {
     const int64_t width = in.full_logits.width;
-    const int64_t vocab = in.full_logits.data ? width : std::numeric_limits<int64_t>::max();
+    const int64_t vocab = in.full_logits.data ? width : UNKNOWN_VOCAB;
     const ThreadSplit team = share_threads(num_threads, in.num_sequences, in.num_rows, width);
     const bool samples = has_sampled(in.temperature, in.num_sequences);
     std::vector<NodeLaws<Real>> laws;
@@ -57,7 +44,7 @@ void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, 
                                    in.row_tokens + first, num_rows,               vocab};
             const Real temperature = static_cast<Real>(in.temperature[b]);
             verdict = verify_sequence(in, rows, first, temperature, laws[worker], out.path + first);
-            verdict.status |= inspect_tree(rows);
+            for (int64_t row = 0; row < num_rows; ++row) verdict.status |= inspect_row(rows, row);
         }
         out.num_accepted[b] = verdict.num_accepted;
         out.next_token[b] = verdict.next_token;

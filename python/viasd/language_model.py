@@ -246,9 +246,9 @@ def load(
         device, dtype: where and how a model that is loaded here runs; default: CUDA where there is one, float32 on a
             CPU, else the checkpoint's.
         implementation: of the model's passes, and of a model that drafts. "native": viasd's own, for architectures that
-            it knows (Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3), on a CPU, in float32 or bfloat16; "transformers":
-            the model's own forward, for any decoder-only model; "auto": native where it can be. ``model.reason`` says
-            why it is what it is.
+            it knows (Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3), in C++ on a CPU (float32 or bfloat16) and in Triton
+            on a GPU; "transformers": the model's own forward, for any decoder-only model; "auto": native where it can
+            be. ``model.reason`` says why it is what it is.
         progress: told ``(what, done, total)`` while the embedded default is converted, once.
 
     Raises:

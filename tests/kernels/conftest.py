@@ -1,9 +1,20 @@
 """Fixtures of the kernel tests."""
 
+import importlib.util
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
 import hf_mapping
+import pybind11
 import pytest
 import torch
 from native_cases import cpu_level
+
+from viasd_kernels.acceptance import native as acceptance_native
+from viasd_kernels.tree_verify import native as tree_native
 
 
 @pytest.fixture
@@ -20,6 +31,29 @@ def each_cpu_level(request):
     """The test runs on each compiled variant that this processor supports."""
     with cpu_level(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def host_team(tmp_path_factory):
+    """What viasd_kernels._cuda is, compiled for the CPU: see host_team.cpp."""
+    csrc, target = Path(__file__).parents[2] / "csrc", tmp_path_factory.mktemp("host_team") / "_cuda.so"
+    includes = [f"-I{path}" for path in (csrc, pybind11.get_include(), sysconfig.get_path("include"))]
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+    sources = [str(Path(__file__).parent / "host_team.cpp"), str(csrc / "cuda/binding_cuda.cpp")]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    subprocess.run([*compiler, *flags, *includes, *sources, "-o", str(target)], check=True)
+    spec = importlib.util.spec_from_file_location("_cuda", target)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def on_host_team(host_team, monkeypatch):
+    """impl="native" calls the kernels of GPUs, on a team that is simulated."""
+    for module in (acceptance_native, tree_native):
+        monkeypatch.setattr(module, "launch_place", lambda device: (0, 0))
+        monkeypatch.setattr(module, "load_cuda", lambda: host_team)
 
 
 @pytest.fixture

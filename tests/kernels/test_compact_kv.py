@@ -7,16 +7,18 @@ import torch
 
 from viasd_kernels import tree_verify
 from viasd_kernels.tree_verify import compact_kv
-from viasd_kernels.tree_verify.op import compact_kv_op
 
 # Rows per sequence, the accepted path of each, and where its first row lies in a cache of 12 positions.
 LENGTHS, PATHS, STARTS = [6, 1, 0, 5, 4], [[0, 2, 3, 5], [0], [], [0, 1, 2, 3, 4], [0, 3]], [4, 11, 12, 0, 8]
 
 
-@pytest.fixture(params=["reference", "native"], autouse=True)
+@pytest.fixture(params=["reference", "native", "cuda"], autouse=True)
 def impl(request, monkeypatch):
-    """Every test of this file holds for each implementation."""
-    monkeypatch.setitem(globals(), "compact_kv", partial(tree_verify.compact_kv, impl=request.param))
+    """Every test of this file holds for each implementation, that of GPUs on a simulated team."""
+    if request.param == "cuda":
+        request.getfixturevalue("on_host_team")
+    impl = "reference" if request.param == "reference" else "native"
+    monkeypatch.setitem(globals(), "compact_kv", partial(tree_verify.compact_kv, impl=impl))
     return request.param
 
 
@@ -107,7 +109,9 @@ def test_arguments_are_checked_before_anything_moves() -> None:
         compact_kv(k, v, path, num_accepted, row_start, start, impl="triton")
 
 
-def test_native_moves_nothing_astray_even_unchecked() -> None:
+def test_native_moves_nothing_astray_even_unchecked(impl) -> None:
+    if impl == "cuda":
+        pytest.skip("kernels cannot raise: test_kernels_leave_alone_what_they_cannot_move")
     path, num_accepted, row_start, start = inputs()
     for wrong in (
         (path, num_accepted, row_start, start + 1),
@@ -123,6 +127,19 @@ def test_native_moves_nothing_astray_even_unchecked() -> None:
             tree_verify.compact_kv(k, v, *wrong, impl="native", check=False)
         assert torch.equal(k, caches()[0])
         assert torch.equal(v, caches()[1])
+
+
+@pytest.mark.parametrize("wrong_row", [-1, 6])
+def test_kernels_leave_alone_what_they_cannot_move(on_host_team, wrong_row: int) -> None:
+    path, num_accepted, row_start, start = inputs()
+    (k, v), (want, _) = caches(), caches()
+    want[1:] = expected(want)[1:]
+    path[path == 5] = wrong_row
+    tree_verify.compact_kv(k, v, path, num_accepted, row_start, start, impl="native", check=False)
+    assert torch.equal(k, want)
+    start[:] = 13
+    tree_verify.compact_kv(k, v, path, num_accepted, row_start, start, impl="native", check=False)
+    assert torch.equal(k, want)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -147,7 +164,3 @@ def test_large_caches_of_any_layout_move_the_same(layout: str) -> None:
         assert torch.equal(k, want)
         assert torch.equal(v, want)
         assert k._version > version
-
-
-def test_opcheck(impl: str) -> None:
-    torch.library.opcheck(compact_kv_op, (*caches(), *inputs(), impl))

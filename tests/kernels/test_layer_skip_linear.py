@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from viasd_kernels.layer_skip import bypass_linear
-from viasd_kernels.layer_skip.op import bypass_linear_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 KEEP = torch.tensor([True, False, True, True, False])
@@ -179,12 +178,3 @@ def test_inputs_stay_as_they_are() -> None:
 def test_wrong_arguments_are_refused(changes: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         bypass_linear(**{**random_inputs(), "keep": KEEP, **changes})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_opcheck(epilogue: str, dtype: torch.dtype) -> None:
-    x, weight, bias, residual = random_inputs(dtype).values()
-    added = residual if epilogue == "residual" else None
-    activation = None if epilogue in ("none", "residual") else epilogue
-    torch.library.opcheck(bypass_linear_op, (x, weight, KEEP, bias, added, activation, "reference"))

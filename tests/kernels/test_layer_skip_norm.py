@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from viasd_kernels.layer_skip import bypass_norm
-from viasd_kernels.layer_skip.op import bypass_norm_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 KEEP = torch.tensor([True, False, True, True, False])
@@ -168,11 +167,3 @@ def test_wrong_arguments_are_refused(changes: dict, error: type[Exception], mess
     arguments = {**random_inputs(), "keep": KEEP, "eps": 1e-6, **changes}
     with pytest.raises(error, match=message):
         bypass_norm(**arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ["entry", "plain", "post-norm"])
-def test_opcheck(form: str, dtype: torch.dtype) -> None:
-    hidden, delta, weight, delta_weight = random_inputs(dtype).values()
-    added, post = (None if form == "entry" else delta), (delta_weight if form == "post-norm" else None)
-    torch.library.opcheck(bypass_norm_op, (hidden, added, KEEP, weight, 1e-6, 1.0, post, "reference"))

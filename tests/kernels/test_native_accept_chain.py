@@ -1,11 +1,10 @@
-"""The compiled accept_chain against the reference on random batches, bad rows included; its contract as an op."""
+"""The compiled accept_chain against the reference on random batches, bad rows included."""
 
 import pytest
 import torch
 from chain_cases import DTYPES, LAST_COIN, random_chains
 
 from viasd_kernels import ChainVerdict, Status, accept_chain
-from viasd_kernels.acceptance.op import accept_chain as accept_chain_op
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
 
@@ -76,11 +75,3 @@ def test_refuses_a_wrong_row_start_even_unchecked() -> None:
     for row_start in ([0, 1, 99], [1, 1, len(batch["row_tokens"])], [0, 9, len(batch["row_tokens"])]):
         with pytest.raises(ValueError, match="row_start"):
             run(batch | {"row_start": torch.tensor(row_start)}, "native")
-
-
-@pytest.mark.parametrize("has_draft", [True, False], ids=["draft", "no draft"])
-def test_opcheck(has_draft: bool) -> None:
-    inputs = list(random_chains(7, torch.float32, 3, 5).values())
-    if not has_draft:
-        inputs[-1] = None
-    torch.library.opcheck(accept_chain_op, (*inputs, "native"))

@@ -3,92 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from random import Random
 
 import pytest
 import torch
+from decoder_configs import STABLE, configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import (
-    DTYPES,
-    LEVELS,
-    STABLE,
-    Driver,
-    assert_as_good,
-    configs,
-    cpu_level,
-    flat,
-    random_weights,
-    same_bits,
-)
+from native_cases import DTYPES, LEVELS, cpu_level
+from random_passes import check_decoder
 
-from viasd_kernels.layer_skip import DecoderConfig, DecoderOutput, SkipDecoder
-
-PROMPTS = [0, 1, 3, 40, 64, 65, 130, 260]  # tiles of 64 keys, splits of 256
-
-
-class Passes:
-    """Random passes that keep the rules: a row attends only where its parent and its context's rows did."""
-
-    def __init__(self, config: DecoderConfig, rng: Random, count: int) -> None:
-        self.config, self.rng, self.count = config, rng, count
-        # Which layers' attention all of a sequence's context kept.
-        self.attended = [[True] * config.num_layers for _ in range(count)]
-
-    def prompt(self) -> tuple[list[list[int]], dict]:
-        return [self.tokens(self.rng.choice(PROMPTS)) for _ in range(self.count)], {}
-
-    def next(self) -> tuple[list[list[int]], dict]:
-        tokens = [self.tokens(self.rng.choice([0, 1, 2, 5, 19])) for _ in range(self.count)]
-        options: dict = {"capture_layers": self.rng.sample(range(self.config.num_layers + 1), 2)}
-        if self.rng.random() < 0.7:
-            options["parents"] = [[self.rng.randrange(i) if i else -1 for i in range(len(own))] for own in tokens]
-        rows = sum(map(len, tokens))
-        if rows and self.rng.random() < 0.5:
-            options["logits_rows"] = torch.tensor([self.rng.randrange(rows) for _ in range(3)])
-        kind = self.rng.choice(["full", "route", "row_route"])
-        if kind == "route" and all(map(all, self.attended)):
-            options["route"] = [(self.rng.random() < 0.7, self.rng.random() < 0.7) for _ in self.config.layers]
-        elif kind == "row_route" or not all(map(all, self.attended)):
-            options["row_route"] = self.row_route(tokens, options.get("parents"))
-        return tokens, options
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(-1, self.config.vocab_size) for _ in range(count)]
-
-    def row_route(self, tokens: list[list[int]], parents: list[list[int]] | None) -> torch.Tensor:
-        rows = []
-        for number, own in enumerate(tokens):
-            kept: list[list[bool]] = []
-            for row in range(len(own)):
-                parent = row - 1 if parents is None else parents[number][row]
-                above = kept[parent] if parent >= 0 else self.attended[number]
-                kept.append([keep and self.rng.random() < 0.8 for keep in above])
-            rows += [[(attention, self.rng.random() < 0.7) for attention in keeps] for keeps in kept]
-        return torch.tensor(rows, dtype=torch.bool).reshape(-1, self.config.num_layers, 2)
-
-    def accept(self, tokens: list[list[int]], options: dict) -> list[list[int]]:
-        """Per sequence the path to some row, or nothing."""
-        paths, first = [], 0
-        for number, own in enumerate(tokens):
-            path: list[int] = []
-            row = self.rng.randrange(-1, len(own))
-            while row >= 0:
-                path.insert(0, row)
-                row = row - 1 if "parents" not in options else options["parents"][number][row]
-            for row in path:
-                for layer in range(self.config.num_layers):
-                    self.attended[number][layer] &= bool(_keeps(options, first + row, layer))
-            paths.append(path)
-            first += len(own)
-        return paths
-
-
-def _keeps(options: dict, row: int, layer: int) -> bool:
-    """Whether this row of a pass keeps the layer's attention."""
-    if "row_route" in options:
-        return bool(options["row_route"][row, layer, 0])
-    return "route" not in options or options["route"][layer][0]
+from viasd_kernels.layer_skip import DecoderConfig
 
 
 @pytest.mark.parametrize(("level", "dtype"), [*product(LEVELS, DTYPES), ("amx", torch.bfloat16)], ids=str)
@@ -97,48 +21,5 @@ def _keeps(options: dict, row: int, layer: int) -> bool:
 def test_errs_at_most_twice_as_much_as_the_reference(
     level: str, dtype: torch.dtype, config: DecoderConfig, seed: int
 ) -> None:
-    rng, weights = Random(seed), random_weights(config, dtype, seed)
-    wide = {name: weight.double() for name, weight in weights.items()}
-    count = rng.randrange(1, 4)
-    passes = Passes(config, rng, count)
     with cpu_level(level):
-        decoders = [
-            SkipDecoder(weights, config, impl="native"),
-            SkipDecoder(weights, config, impl="reference"),
-            SkipDecoder(wide, config, impl="reference"),
-        ]
-        drivers = [Driver(decoder, count, num_slots=900, seed=seed) for decoder in decoders]
-        for number in range(4):
-            tokens, options = passes.next() if number else passes.prompt()
-            before = [store.clone() for store in (drivers[0].pool.keys, drivers[0].pool.values)]
-            compare(*(driver.run(tokens, **options) for driver in drivers), tokens, options)
-            compare_pools(drivers, before, options)
-            paths = passes.accept(tokens, options)
-            for driver in drivers:
-                driver.keep(paths)
-
-
-def compare(
-    native: DecoderOutput, same_dtype: DecoderOutput, exact: DecoderOutput, tokens: list[list[int]], options: dict
-) -> None:
-    """All but the unused rows: they begin with zeros, and a norm of the little that follows magnifies any rounding."""
-    assert exact.logits.isfinite().all()
-    used = torch.tensor(flat(tokens), dtype=torch.int64) >= 0
-    scored = used[options.get("logits_rows", slice(None))]
-    assert_as_good(native.hidden[used], same_dtype.hidden[used], exact.hidden[used])
-    assert_as_good(native.logits[scored], same_dtype.logits[scored], exact.logits[scored])
-    assert native.captured.keys() == exact.captured.keys() == set(options.get("capture_layers", ()))
-    for layer, captured in native.captured.items():
-        assert_as_good(captured[used], same_dtype.captured[layer][used], exact.captured[layer][used])
-
-
-def compare_pools(drivers: list[Driver], before: list[torch.Tensor], options: dict) -> None:
-    """The rows' slots hold their keys and values in the layers whose attention they keep; no other bit changed."""
-    written = torch.zeros(before[0].shape[:2], dtype=torch.bool)
-    for row, slot in enumerate(flat(drivers[0].row_slots)):
-        for layer in range(len(written)):
-            written[layer, slot] = _keeps(options, row, layer)
-    stores = [(driver.pool.keys, driver.pool.values) for driver in drivers]
-    for old, native, same_dtype, exact in zip(before, *stores, strict=True):
-        assert same_bits(native[~written], old[~written])
-        assert_as_good(native[written], same_dtype[written], exact[written])
+        check_decoder("native", config, dtype, seed)

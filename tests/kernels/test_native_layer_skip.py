@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoder_configs import STABLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import STABLE, assert_as_good, by_dtype, by_level, cpu_level, same_bits, torch_threads
+from native_cases import assert_as_good, by_dtype, by_level, cpu_level, same_bits, torch_threads
 
 from viasd_kernels.layer_skip import bypass_linear, bypass_norm
 

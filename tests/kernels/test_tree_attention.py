@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from viasd_kernels.tree_verify import build_tree, tree_attention
-from viasd_kernels.tree_verify.op import tree_attention_op
 
 LENGTHS, CONTEXTS = [5, 0, 70, 1], [7, 3, 0, 20]
 PARENTS = [-1, 0, 0, 1, 3, -1, *[row // 2 for row in range(69)], -1]
@@ -117,10 +116,3 @@ def test_arguments_are_checked() -> None:
         Case(5, 2, torch.float32).run()
     with pytest.raises(NotImplementedError, match="no 'native' implementation for cpu"):
         Case(4, 2, torch.float16).run(impl="native")
-
-
-@pytest.mark.parametrize("options", [(None, None), (0.7, 4)], ids=["plain", "soft cap and window"])
-def test_opcheck(options: tuple[float | None, int | None]) -> None:
-    case = Case(4, 2, torch.float32)
-    inputs = (case.q, case.k_pool, case.v_pool, case.slots, case.context_len, case.row_start, case.tree.ancestors)
-    torch.library.opcheck(tree_attention_op, (*inputs, case.scale, *options, "reference"))

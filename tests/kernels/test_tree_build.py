@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from viasd_kernels.tree_verify import Tree, build_tree
-from viasd_kernels.tree_verify.op import build_tree_op
 
 IMPLS = ["reference", "native"]
 
@@ -149,8 +148,3 @@ def test_native_refuses_a_wrong_row_start_even_unchecked() -> None:
     for row_start in ([0, 3], [1, 2], [0, 2, 1, 2]):
         with pytest.raises(ValueError, match="row_start"):
             build_tree(torch.tensor([-1, 0]), torch.tensor(row_start), max_rows=2, impl="native", check=False)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_opcheck(impl: str) -> None:
-    torch.library.opcheck(build_tree_op, (torch.tensor([-1, 0, 0, -1]), torch.tensor([0, 3, 4]), 70, impl))

@@ -8,7 +8,6 @@ from tree_cases import DTYPES, INF, LAST_COIN, NAN, RULES, by_impl, by_rule, dra
 
 from viasd_kernels import FATAL, Status
 from viasd_kernels.tree_verify import build_tree, verify_tree
-from viasd_kernels.tree_verify.op import verify_tree_op
 
 # Greedy
 
@@ -245,34 +244,3 @@ def test_arguments_are_checked() -> None:
 
 def test_fatal_bits_are_those_of_the_status_page() -> None:
     assert Status.TARGET_NOT_FINITE | Status.TARGET_EMPTY | Status.TOKEN_OUT_OF_RANGE == FATAL
-
-
-OPTIONAL = {
-    "logits": {},
-    "full_argmax": {"full_argmax": torch.tensor([1, 2, 0])},
-    "full_argmax alone": {"full_argmax": torch.tensor([1, 2, 0]), "full_logits": None},
-    "draft_logits": {"draft_logits": torch.zeros(3, 4), "proposal": "without_replacement"},
-    "logits that need a gradient": {"full_logits": torch.zeros(3, 5, requires_grad=True)},
-}
-
-
-@by_impl
-@pytest.mark.parametrize("given", OPTIONAL)
-def test_opcheck(impl: str, given: str) -> None:
-    row_start = torch.tensor([0, 2, 3])
-    tree = build_tree(torch.tensor([-1, 0, -1]), row_start, max_rows=2)
-    inputs = {
-        "depth": tree.depth,
-        "first_child": tree.first_child,
-        "next_sibling": tree.next_sibling,
-        "row_tokens": torch.tensor([0, 1, 2]),
-        "full_logits": torch.zeros(3, 5),
-        "uniforms": torch.full((3,), 0.5, dtype=torch.float64),
-        "row_start": row_start,
-        "temperature": torch.tensor([0.0, 0.0 if given == "full_argmax alone" else 1.0]),
-        "draft_logits": None,
-        "proposal": "deterministic",
-        "full_argmax": None,
-        "impl": impl,
-    }
-    torch.library.opcheck(verify_tree_op, tuple((inputs | OPTIONAL[given]).values()))

@@ -265,9 +265,9 @@ def test_old_coins_for_a_discarded_position_are_caught_once_the_draft_length_ada
     def coins_for(sequences, row_start, coins, device, original=loop.coins_for):
         return original(sequences, row_start, by_position(sequences, coins, 0), device)
 
-    def judge(sequences, rows, coins, *trusted, original=loop.judge):
+    def judge(sequences, rows, coins, *trusted, original=loop.judge, **gate):
         slim = not trusted  # the full pass says how much it trusts
-        return original(sequences, rows, by_position(sequences, coins, 1) if slim else coins, *trusted)
+        return original(sequences, rows, by_position(sequences, coins, 1) if slim else coins, *trusted, **gate)
 
     monkeypatch.setattr(loop, "coins_for", coins_for)
     monkeypatch.setattr(loop, "judge", judge)

@@ -134,7 +134,7 @@ def accept_chain(
     name = "accept_chain"
     device = _check_logits(name, "target_logits", target_logits, draft_logits)
     _check_rows(name, row_tokens, uniforms, row_start, temperature, target_logits.shape[0], device)
-    impl = _resolve(name, impl, draft_logits, target_logits)
+    impl = _resolve(name, impl, draft_logits, target_logits, cuda=True)
     if check:
         check_row_start(name, row_start, target_logits.shape[0])
         _check_temperature(name, temperature)
@@ -263,10 +263,10 @@ def _check_rows(
     check_tensor(name, "temperature", temperature, (row_start.shape[0] - 1,), REAL_DTYPES, device)
 
 
-def _resolve(name: str, impl: str, *logits: Optional[torch.Tensor]) -> str:
+def _resolve(name: str, impl: str, *logits: Optional[torch.Tensor], cuda: bool = False) -> str:
     narrow = all(tensor is None or tensor.dtype != torch.float64 for tensor in logits)
     device = next(tensor.device for tensor in logits if tensor is not None)
-    return resolve_impl(name, impl, device, implementations(device, triton_dtype=narrow))
+    return resolve_impl(name, impl, device, implementations(device, triton_dtype=narrow, cuda_dtype=cuda and narrow))
 
 
 def _check_temperature(name: str, temperature: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Calls into ``csrc/acceptance`` on the CPU: addresses and sizes of contiguous, rightly typed tensors."""
+"""Calls into ``csrc/acceptance``: addresses and sizes of contiguous, rightly typed tensors."""
 
 from typing import Optional, Tuple
 
 import torch
 
-from ..native import load_native, matrix, ready
+from ..native import address, launch_place, load_cuda, load_native, matrix, ready, team_logits
 from .op import empty_stats
 from .structs import CRITERIA
 
@@ -48,21 +48,35 @@ def accept_chain(
     row_tokens, row_start = ready(row_tokens, torch.int64), ready(row_start, torch.int64)
     uniforms, temperature = ready(uniforms, torch.float64), ready(temperature, torch.float64)
     num_sequences = row_start.shape[0] - 1
-    num_accepted, next_token, status = (torch.empty(num_sequences, dtype=torch.int32) for _ in range(3))
-    load_native().accept_chain(
-        row_tokens=row_tokens.data_ptr(),
-        uniforms=uniforms.data_ptr(),
-        row_start=row_start.data_ptr(),
-        temperature=temperature.data_ptr(),
-        num_sequences=num_sequences,
-        num_rows=row_tokens.shape[0],
-        target_logits=matrix(target_logits),
-        draft_logits=matrix(draft_logits),
-        num_accepted=num_accepted.data_ptr(),
-        next_token=next_token.data_ptr(),
-        status=status.data_ptr(),
-        num_threads=torch.get_num_threads(),
-    )
+    num_accepted, next_token, status = (row_start.new_empty(num_sequences, dtype=torch.int32) for _ in range(3))
+    arguments = {
+        "row_tokens": row_tokens.data_ptr(),
+        "uniforms": uniforms.data_ptr(),
+        "row_start": row_start.data_ptr(),
+        "temperature": temperature.data_ptr(),
+        "num_sequences": num_sequences,
+        "num_accepted": num_accepted.data_ptr(),
+        "next_token": next_token.data_ptr(),
+        "status": status.data_ptr(),
+    }
+    place = launch_place(row_start.device)
+    if place is None:
+        load_native().accept_chain(
+            **arguments,
+            num_rows=row_tokens.shape[0],
+            target_logits=matrix(target_logits),
+            draft_logits=matrix(draft_logits),
+            num_threads=torch.get_num_threads(),
+        )
+    else:
+        target, draft, weights = team_logits(num_sequences, target_logits, draft_logits)
+        load_cuda().accept_chain(
+            **arguments,
+            target_logits=matrix(target),
+            draft_logits=matrix(draft),
+            weights=address(weights),
+            place=place,
+        )
     return num_accepted, next_token, status
 
 

@@ -13,7 +13,6 @@ from .triton_rows import (
     DRAFT_INVALID,
     DRAFT_ZERO,
     NEG_INF,
-    NUM_WARPS,
     RESIDUAL_EMPTY,
     TARGET_EMPTY,
     TARGET_NOT_FINITE,
@@ -288,7 +287,7 @@ def accept_chain(
     )
     if not num_sequences:
         return num_accepted, next_token, status
-    splits, part, block = split_rows(num_rows, width)
+    splits, part, options = split_rows(num_rows, width, target_logits.device)
     has_draft = draft_logits is not None
     draft = draft_logits if draft_logits is not None else target_logits
     sizes = (target_logits.stride(0), draft.stride(0), width, draft.shape[1])
@@ -297,7 +296,7 @@ def accept_chain(
     sums = target_logits.new_empty((num_sequences, splits), dtype=torch.float64)
     laws = target_logits.new_empty((num_sequences, 4), dtype=torch.float32)
     final = target_logits.new_empty((num_sequences, 2), dtype=torch.int64)
-    constants = {"HAS_DRAFT": has_draft, "SPLITS": splits, "BLOCK": block, "num_warps": NUM_WARPS}
+    constants = {"HAS_DRAFT": has_draft, "SPLITS": splits, **options}
     if num_rows:
         chain_partials_kernel[(num_rows, splits)](
             target_logits,

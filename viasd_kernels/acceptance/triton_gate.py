@@ -6,10 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_rows import DRAFT_INVALID, NEG_INF, TOKEN_OUT_OF_RANGE, draw_row, row_law, target_finding
+from .triton_rows import DRAFT_INVALID, NEG_INF, TOKEN_OUT_OF_RANGE, draw_row, row_law, row_options, target_finding
 from .triton_stats import acceptance_stats
-
-GATE_BLOCK, GATE_WARPS = 2048, 8  # the walk holds more than the others: more threads, or registers spill
 
 
 @triton.jit
@@ -157,7 +155,6 @@ def gate_tiers(
             width,
             num_rows,
             CRITERION=CRITERION_ROWS[criterion],
-            BLOCK=GATE_BLOCK,
-            num_warps=GATE_WARPS,
+            **row_options("gate_tiers", width, device),
         )
     return tokens, regions, num_emitted, escalated, status, stats, argmax

@@ -6,8 +6,11 @@ float64.
 
 from typing import Tuple
 
+import torch
 import triton
 import triton.language as tl
+
+from ..configurations import configuration
 
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -129,16 +132,20 @@ def draw_row(row_ptr, width, law, scale, coin, BLOCK: tl.constexpr):
     return draw_part(row_ptr, row_ptr, start, width, width, laws, scale, nothing, coin * total, running, False, BLOCK)
 
 
-BLOCK = 1024  # elements of a row that a program holds at a time: 8 to a thread, one 16-byte load of bfloat16
-NUM_WARPS = 4
 PROGRAMS = 512  # fill a large device some four times over
 MAX_SPLITS = 32
 
 
-def split_rows(num_rows: int, width: int) -> Tuple[int, int, int]:
-    """How many parts a row is cut into, elements of a part, and of a block."""
-    block = min(BLOCK, max(16, triton.next_power_of_2(width)))
-    blocks = triton.cdiv(width, block)
+def split_rows(num_rows: int, width: int, device: torch.device) -> Tuple[int, int, "dict[str, int]"]:
+    """How many parts a row is cut into, elements of a part, and the options of a launch: BLOCK and num_warps."""
+    options = row_options("rows", width, device)
+    blocks = triton.cdiv(width, options["BLOCK"])
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, max(num_rows, 1)))
     splits = min(wanted, MAX_SPLITS, triton.next_power_of_2(blocks))
-    return splits, triton.cdiv(blocks, splits) * block, block
+    return splits, triton.cdiv(blocks, splits) * options["BLOCK"], options
+
+
+def row_options(kernel: str, width: int, device: torch.device) -> "dict[str, int]":
+    """A kernel's BLOCK, the elements of a row that a program holds at a time, and num_warps."""
+    config = configuration("acceptance", kernel, device, width)
+    return {**config, "BLOCK": min(config["BLOCK"], max(16, triton.next_power_of_2(width)))}

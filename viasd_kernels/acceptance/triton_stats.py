@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .op import empty_stats
-from .triton_rows import NUM_WARPS, log_weights, row_law, split_rows, weighted
+from .triton_rows import log_weights, row_law, row_options, weighted
 
 
 @triton.jit
@@ -97,7 +97,6 @@ def acceptance_stats(
     num_rows, width = target_logits.shape
     if num_rows:
         draft = target_logits if draft_logits is None else draft_logits
-        _, _, block = split_rows(num_rows, width)
         acceptance_stats_kernel[(num_rows,)](
             draft,
             target_logits,
@@ -114,7 +113,6 @@ def acceptance_stats(
             math.log(beta),
             HAS_DRAFT=draft_logits is not None,
             UNDERSHOOT=undershoot,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
+            **row_options("rows", width, target_logits.device),
         )
     return stats, argmax

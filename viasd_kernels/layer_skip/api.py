@@ -5,9 +5,9 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..checks import LOGIT_DTYPES, PANEL_DTYPES, check_tensor, implementations, resolve_impl
+from ..checks import LOGIT_DTYPES, check_tensor, resolve_impl
 from .config import ACTIVATIONS
-from .op import bypass_linear_op, bypass_norm_op
+from .op import available, bypass_linear_op, bypass_norm_op
 
 
 def bypass_norm(
@@ -69,7 +69,7 @@ def bypass_norm(
         raise ValueError(f"{op}: eps must be finite and >= 0, got {eps}")
     if not isfinite(weight_offset):
         raise ValueError(f"{op}: weight_offset must be finite, got {weight_offset}")
-    chosen = resolve_impl(op, impl, device, implementations(device, hidden.dtype in PANEL_DTYPES))
+    chosen = resolve_impl(op, impl, device, available(device, hidden.dtype))
     hidden_out, normed = bypass_norm_op(hidden, delta, keep, weight, eps, weight_offset, delta_weight, chosen)
     return hidden_out, normed
 
@@ -124,7 +124,7 @@ def bypass_linear(
         check_tensor(op, "residual", residual, [x.shape[0], weight.shape[0]], [x.dtype], device)
     if activation is not None:
         _check_activation(op, activation, weight.shape[0], residual)
-    chosen = resolve_impl(op, impl, device, implementations(device, x.dtype in PANEL_DTYPES))
+    chosen = resolve_impl(op, impl, device, available(device, x.dtype))
     return bypass_linear_op(x, weight, keep, bias, residual, activation, chosen)
 
 

@@ -4,11 +4,12 @@ from typing import Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
 
-from ..checks import INDEX_DTYPES, PANEL_DTYPES, check_row_start, check_tensor, implementations, resolve_impl
+from ..checks import INDEX_DTYPES, check_row_start, check_tensor, resolve_impl
 from ..tree_verify import build_tree
 from . import reference
 from .config import DecoderConfig
 from .kv_pool import KVPool, KVSlots
+from .op import available
 from .structs import DecoderOutput, RowPlaces, Step
 from .weights import check_names, take_weight, weight_shapes
 
@@ -43,6 +44,8 @@ class SkipDecoder:
         impl: "auto", "reference", "triton" or "native"; only "auto" falls back.
         compact: whether native may store a matrix in fewer bytes where that keeps every weight exactly: weights that
             were quantised once, or rounded to bfloat16, and widened since. Results are the same, bit for bit.
+        graphs: whether triton captures passes of up to 64 rows in CUDA graphs, by their shapes and route, and replays
+            them; passes then run one at a time.
 
     Attributes:
         config: as given.
@@ -55,12 +58,14 @@ class SkipDecoder:
         NotImplementedError: ``impl``.
     """
 
-    def __init__(self,
+    def __init__(
+        self,
         weights: Mapping[str, torch.Tensor],
         config: DecoderConfig,
         *,
         impl: str = "auto",
         compact: bool = True,
+        graphs: bool = True,
     ) -> None:
         check_names(weights, config)
         embedding = take_weight(weights, "embedding", weight_shapes(config))
@@ -70,6 +75,10 @@ class SkipDecoder:
             from .native import NativeDecoder
 
             self._decoder: Decoder = NativeDecoder(weights, config, embedding, compact=compact)
+        elif self.implementation == "triton":
+            from .triton_decoder import TritonDecoder
+
+            self._decoder = TritonDecoder(weights, config, graphs=graphs)
         else:
             self._decoder = reference.ReferenceDecoder(weights, config)
 
@@ -80,7 +89,7 @@ class SkipDecoder:
     @staticmethod
     def available(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
         """The implementations that there are for weights on this device, of this dtype."""
-        return implementations(device, dtype in PANEL_DTYPES)
+        return available(device, dtype)
 
     def new_pool(self, num_slots: int) -> KVPool:
         """An empty pool of the right shape, dtype and device."""
@@ -146,7 +155,7 @@ class SkipDecoder:
             _check_slots(kv, row_start)
             if logits_rows is not None:
                 _check_range("logits_rows", logits_rows, 0, tokens.shape[0])
-            _check_places(RowPlaces.of(row_start, kv, parents), row_start, kv, row_route)
+            _check_places(RowPlaces.of(tokens.shape[0], row_start, kv, parents), row_start, kv, row_route)
         return self._decoder.step(
             Step(tokens, positions, row_start, parents, kv, kept, row_route, logits_rows, captured)
         )
@@ -160,6 +169,8 @@ class SkipDecoder:
             if route is not None:
                 raise ValueError(f"{OP}: route must be None where row_route is given")
             check_tensor(OP, "row_route", row_route, [None, num_layers, 2], [torch.bool], self.device)
+            if self.device.type != "cpu":  # not worth a wait for the device: tiles without a row to keep end at once
+                return ((True, True),) * num_layers
             return tuple((attention, mlp) for attention, mlp in row_route.any(0).tolist())
         if route is None:
             return ((True, True),) * num_layers
@@ -221,9 +232,7 @@ def _check_slots(kv: KVSlots, row_start: torch.Tensor) -> None:
     _check_range("kv.slots", kv.slots[used], 0, kv.pool.num_slots)
 
 
-def _check_places(
-    places: RowPlaces, row_start: torch.Tensor, kv: KVSlots, row_route: Optional[torch.Tensor]
-) -> None:
+def _check_places(places: RowPlaces, row_start: torch.Tensor, kv: KVSlots, row_route: Optional[torch.Tensor]) -> None:
     longest = max(int(row_start.diff().max()), 1) if row_start.shape[0] > 1 else 1
     build_tree(places.parents, row_start, max_rows=longest)  # raises for links that make no tree
     if places.slots.unique().numel() < places.slots.numel():

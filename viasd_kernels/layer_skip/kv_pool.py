@@ -8,6 +8,7 @@ import torch
 from .config import DecoderConfig
 
 BLOCK_SLOTS = 128  # slots that a pool grows by at a time
+GPU_SLOTS = 4096  # that a pool on a GPU has at least: captured passes know its address, and die when it grows
 
 
 class KVPool:
@@ -37,11 +38,15 @@ class KVPool:
         return self.keys.shape[1]
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for at least ``num_slots`` slots; what is stored stays. Grows by a quarter at least, in blocks."""
+        """Make room for at least ``num_slots`` slots; what is stored stays.
+
+        Grows by a quarter at least, in blocks; on a GPU to the double at least, so that it seldom moves.
+        """
         if num_slots <= self.num_slots:
             return
         old = self.num_slots
-        capacity = -(-max(num_slots, old + old // 4) // BLOCK_SLOTS) * BLOCK_SLOTS
+        least = old + old // 4 if self.keys.device.type == "cpu" else max(2 * old, GPU_SLOTS)
+        capacity = -(-max(num_slots, least) // BLOCK_SLOTS) * BLOCK_SLOTS
         for name in ("keys", "values"):
             before = getattr(self, name)
             grown = before.new_zeros(before.shape[0], capacity, *before.shape[2:])

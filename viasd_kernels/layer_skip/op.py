@@ -4,8 +4,14 @@ from typing import Optional, Tuple
 
 import torch
 
+from ..checks import PANEL_DTYPES, implementations
 from ..library import register_op
 from . import reference
+
+
+def available(device: torch.device, dtype: torch.dtype) -> Tuple[str, ...]:
+    """The family's implementations for tensors on a device, of a dtype."""
+    return implementations(device, native_dtype=dtype in PANEL_DTYPES, triton_dtype=dtype != torch.float64)
 
 
 @torch.no_grad()
@@ -27,6 +33,10 @@ def _bypass_norm(
         from . import native
 
         return native.bypass_norm(hidden, delta, keep, weight, eps, weight_offset, delta_weight)
+    if impl == "triton":
+        from . import triton
+
+        return triton.bypass_norm(hidden, delta, keep, weight, eps, weight_offset, delta_weight)
     raise NotImplementedError(f"bypass_norm: no {impl!r} implementation")
 
 
@@ -67,6 +77,10 @@ def _bypass_linear(
         from . import native
 
         return native.bypass_linear(x, weight, keep, bias, residual, activation)
+    if impl == "triton":
+        from . import triton
+
+        return triton.bypass_linear(x, weight, keep, bias, residual, activation)
     raise NotImplementedError(f"bypass_linear: no {impl!r} implementation")
 
 

@@ -5,7 +5,7 @@ from typing import Mapping, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-from ..tree_verify.reference import build_tree, tree_attention
+from ..tree_verify.reference import build_tree, soft_capped, tree_attention
 from .config import DecoderConfig
 from .rope import inverse_frequencies, rotate, rotation
 from .structs import DecoderOutput, RowPlaces, Step
@@ -95,10 +95,10 @@ class ReferenceDecoder:
         """Embed the rows, run the sub-layers that they keep, and score the rows asked for."""
         weights, config = self.weights, self.config
         eps, offset = config.norm_eps, config.norm_weight_offset
-        places = RowPlaces.of(step.row_start, step.kv, step.parents)
+        places = RowPlaces.of(step.tokens.shape[0], step.row_start, step.kv, step.parents)
         longest = int(step.row_start.diff().max()) if places.slots.numel() else 1
         ancestors = build_tree(places.parents, step.row_start, max_rows=longest).ancestors
-        hidden = _embed(weights.embedding, step.tokens, config.embedding_scale)
+        hidden = embed(weights.embedding, step.tokens, config.embedding_scale)
         rotations = {rope: rotation(turns, step.positions) for rope, turns in self.frequencies.items()}
         captured = {}
         for i, (kind, layer) in enumerate(zip(config.layers, weights.layers)):
@@ -136,9 +136,7 @@ class ReferenceDecoder:
             captured[config.num_layers] = hidden
         hidden = rms_norm(hidden, weights.final_norm, eps, offset)
         scored = hidden if step.logits_rows is None else hidden[step.logits_rows.long()]
-        logits = _linear(scored, weights.head, None)
-        if config.logit_soft_cap is not None:
-            logits = config.logit_soft_cap * torch.tanh(logits / config.logit_soft_cap)
+        logits = soft_capped(_linear(scored, weights.head, None), config.logit_soft_cap)
         return DecoderOutput(hidden, logits.to(hidden.dtype), captured)
 
     def _project(
@@ -159,8 +157,8 @@ class ReferenceDecoder:
         return q, k, v
 
 
-def _embed(embedding: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch.Tensor:
+def embed(embedding: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch.Tensor:
     """Rows of the embedding times ``scale``; zeros for ids outside [0, V), which are never used as an index."""
     known = (tokens >= 0) & (tokens < embedding.shape[0])
-    rows = embedding[tokens.long() * known] * torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
+    rows = embedding[tokens.long() * known] * torch.tensor(scale, dtype=embedding.dtype).item()
     return torch.where(known.unsqueeze(1), rows, rows.new_zeros(()))

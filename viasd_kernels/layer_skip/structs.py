@@ -40,16 +40,22 @@ class Step:
 
 
 class RowPlaces(NamedTuple):
-    """Where each row of a pass stands; all [R]."""
+    """Where each row of a pass stands; all [R]. Made without reading anything back from a device."""
 
     sequence: torch.Tensor  # the row's sequence
     local: torch.Tensor  # its number there
     parents: torch.Tensor  # its parent's number there, -1 for a root
     slots: torch.Tensor  # int64, its slot in the pool
+    present: torch.Tensor  # bool: whether it belongs to a sequence; rows past the last one's end only fill a shape
 
     @classmethod
-    def of(cls, row_start: torch.Tensor, kv: KVSlots, parents: Optional[torch.Tensor]) -> "RowPlaces":
-        sequence = torch.repeat_interleave(row_start.diff())
-        local = torch.arange(sequence.shape[0], device=row_start.device) - row_start[sequence]
-        slots = kv.slots[sequence, kv.context_len[sequence] + local].long()
-        return cls(sequence, local, local - 1 if parents is None else parents, slots)
+    def of(cls, num_rows: int, row_start: torch.Tensor, kv: KVSlots, parents: Optional[torch.Tensor]) -> "RowPlaces":
+        rows = torch.arange(num_rows, device=row_start.device)
+        # The number of sequences that end at or before the row.
+        sequence = torch.searchsorted(row_start[1:].long(), rows, right=True)
+        present = sequence < row_start.shape[0] - 1
+        sequence = sequence * present
+        local = rows - row_start[sequence]
+        places = (kv.context_len[sequence] + local) * present
+        slots = kv.slots[sequence, places].long()
+        return cls(sequence, local, local - 1 if parents is None else parents, slots, present)

@@ -34,7 +34,7 @@ def build_tree(
             root, whose own entry is -1.
         row_start: [B+1] int32 or int64: sequence b has the rows row_start[b] to row_start[b+1].
         max_rows: the most rows a sequence may have; W = ceil(max_rows / 64).
-        impl: "auto", "reference" or "native" (CPU).
+        impl: "auto", "reference", "native" (C++ on CPUs, CUDA C++ on NVIDIA GPUs) or "triton".
         check: whether to raise for pruned rows and wrong ``row_start`` (synchronises).
 
     Returns:
@@ -54,11 +54,8 @@ def build_tree(
         raise ValueError(f"{op}: max_rows must be >= 1, got {max_rows}")
     if check:
         check_row_start(op, row_start, parents.shape[0])
-    tree = Tree(
-        *build_tree_op(
-            parents, row_start, max_rows, resolve_impl(op, impl, parents.device, implementations(parents.device))
-        )
-    )
+    available = implementations(parents.device, triton_dtype=True, cuda_dtype=True)
+    tree = Tree(*build_tree_op(parents, row_start, max_rows, resolve_impl(op, impl, parents.device, available)))
     if check:
         _raise_for_parents(op, parents, row_start, tree.depth, max_rows)
     return tree
@@ -116,7 +113,7 @@ def tree_attention(
         scale: factor of the scores, usually Dh ** -0.5.
         soft_cap: scores are squashed to (-soft_cap, soft_cap); None leaves them.
         window: a row at position p sees positions above p - window; row r is at context_len + depth(r). None: all.
-        impl: "auto", "reference" or "native" (CPU, float32 and bfloat16).
+        impl: "auto", "reference", "native" (CPU, float32 and bfloat16) or "triton" (all but float64).
         check: whether to raise for wrong ``row_start``, ``context_len`` and slots (synchronises).
 
     Returns:
@@ -144,7 +141,8 @@ def tree_attention(
         raise ValueError(f"{op}: soft_cap must be above 0 or None, got {soft_cap}")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be >= 1 or None, got {window}")
-    chosen = resolve_impl(op, impl, device, implementations(device, q.dtype in PANEL_DTYPES))
+    available = implementations(device, q.dtype in PANEL_DTYPES, triton_dtype=q.dtype != torch.float64)
+    chosen = resolve_impl(op, impl, device, available)
     if check:
         check_row_start(op, row_start, num_rows)
         _check_slots(op, slots, context_len, row_start, ancestors, k_pool.shape[0])
@@ -223,7 +221,8 @@ def verify_tree(
             Ids >= Vd have d = 0. Needed by the last two rules, refused by the first.
         proposal: "deterministic", "without_replacement" or "with_replacement".
         full_argmax: [R] int32 or int64: the target's argmax per row; greedy sequences then read no logits.
-        impl: "auto", "reference" or "native" (CPU).
+        impl: "auto", "reference", "native" (C++ on CPUs, CUDA C++ on NVIDIA GPUs; no float64 logits there) or "triton"
+            (no float64 logits).
         check: whether to raise for wrong values and for a status that is fatal or TREE_PRUNED (synchronises).
 
     Returns:
@@ -254,7 +253,8 @@ def verify_tree(
     if full_argmax is not None:
         check_tensor(op, "full_argmax", full_argmax, [num_rows], INDEX_DTYPES, device)
     _check_logits(op, full_logits, draft_logits, full_argmax, proposal, num_rows, device)
-    chosen = resolve_impl(op, impl, device, implementations(device))
+    narrow = all(own is None or own.dtype != torch.float64 for own in (full_logits, draft_logits))
+    chosen = resolve_impl(op, impl, device, implementations(device, triton_dtype=narrow, cuda_dtype=narrow))
     if check:
         check_row_start(op, row_start, num_rows)
         _check_values(op, uniforms, temperature, full_logits)
@@ -343,9 +343,10 @@ def compact_kv(
         num_accepted: [B] int32 or int64, from ``verify_tree``.
         row_start: [B+1] int32 or int64.
         start: [B] int32 or int64, the position in the cache of each sequence's first row.
-        impl: "auto", "reference" or "native" (CPU).
-        check: whether to raise for values that lead outside a sequence's rows or the cache (synchronises). "native"
-            raises for them in any case: it never moves what is not the sequence's.
+        impl: "auto", "reference", "native" (C++ on CPUs, CUDA C++ on NVIDIA GPUs) or "triton".
+        check: whether to raise for values that lead outside a sequence's rows or the cache (synchronises). Nothing is
+            ever moved that is not the sequence's: without the check "native" raises on CPUs, and kernels on GPUs leave
+            alone the sequences with such moves.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape or range.
@@ -360,7 +361,7 @@ def compact_kv(
     check_tensor(op, "num_accepted", num_accepted, [k.shape[0]], INDEX_DTYPES, k.device)
     check_tensor(op, "row_start", row_start, [k.shape[0] + 1], INDEX_DTYPES, k.device)
     check_tensor(op, "start", start, [k.shape[0]], INDEX_DTYPES, k.device)
-    chosen = resolve_impl(op, impl, k.device, implementations(k.device))
+    chosen = resolve_impl(op, impl, k.device, implementations(k.device, triton_dtype=True, cuda_dtype=True))
     if check:
         check_row_start(op, row_start, path.shape[0])
         _check_moves(op, path, num_accepted, row_start, start, k.shape[1])

@@ -1,10 +1,10 @@
-"""Calls into ``csrc/tree_verify`` on the CPU: addresses and sizes of contiguous, rightly typed tensors."""
+"""Calls into ``csrc/tree_verify``: addresses and sizes of contiguous, rightly typed tensors."""
 
 from typing import Optional, Tuple
 
 import torch
 
-from ..native import ELEMENT_CODES, load_native, matrix, ready
+from ..native import ELEMENT_CODES, address, launch_place, load_cuda, load_native, matrix, ready, team_logits
 from .structs import PROPOSALS
 
 Outputs = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -13,19 +13,23 @@ Outputs = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def build_tree(parents: torch.Tensor, row_start: torch.Tensor, max_rows: int) -> Outputs:
     parents, row_start = ready(parents, torch.int64), ready(row_start, torch.int64)
     num_rows = parents.shape[0]
-    ancestors = torch.empty(num_rows, (max_rows + 63) // 64, dtype=torch.int64)
-    depth, first_child, next_sibling = (torch.empty(num_rows, dtype=torch.int32) for _ in range(3))
-    load_native().build_tree(
-        parents=parents.data_ptr(),
-        row_start=row_start.data_ptr(),
-        num_sequences=row_start.shape[0] - 1,
-        num_rows=num_rows,
-        max_rows=max_rows,
-        ancestors=ancestors.data_ptr(),
-        depth=depth.data_ptr(),
-        first_child=first_child.data_ptr(),
-        next_sibling=next_sibling.data_ptr(),
-    )
+    ancestors = parents.new_empty(num_rows, (max_rows + 63) // 64)
+    depth, first_child, next_sibling = (parents.new_empty(num_rows, dtype=torch.int32) for _ in range(3))
+    arguments = {
+        "parents": parents.data_ptr(),
+        "row_start": row_start.data_ptr(),
+        "num_sequences": row_start.shape[0] - 1,
+        "max_rows": max_rows,
+        "ancestors": ancestors.data_ptr(),
+        "depth": depth.data_ptr(),
+        "first_child": first_child.data_ptr(),
+        "next_sibling": next_sibling.data_ptr(),
+    }
+    place = launch_place(parents.device)
+    if place is None:
+        load_native().build_tree(**arguments, num_rows=num_rows)
+    else:
+        load_cuda().build_tree(**arguments, place=place)
     return ancestors, depth, first_child, next_sibling
 
 
@@ -47,28 +51,42 @@ def verify_tree(
     uniforms, temperature = ready(uniforms, torch.float64), ready(temperature, torch.float64)
     full_argmax = None if full_argmax is None else ready(full_argmax, torch.int64)
     num_rows, num_sequences = row_tokens.shape[0], row_start.shape[0] - 1
-    path = torch.empty(num_rows, dtype=torch.int32)
-    num_accepted, next_token, status = (torch.empty(num_sequences, dtype=torch.int32) for _ in range(3))
-    load_native().verify_tree(
-        depth=depth.data_ptr(),
-        first_child=first_child.data_ptr(),
-        next_sibling=next_sibling.data_ptr(),
-        row_tokens=row_tokens.data_ptr(),
-        full_argmax=0 if full_argmax is None else full_argmax.data_ptr(),
-        uniforms=uniforms.data_ptr(),
-        row_start=row_start.data_ptr(),
-        temperature=temperature.data_ptr(),
-        num_sequences=num_sequences,
-        num_rows=num_rows,
-        full_logits=matrix(full_logits),
-        draft_logits=matrix(draft_logits),
-        proposal=PROPOSALS.index(proposal),
-        path=path.data_ptr(),
-        num_accepted=num_accepted.data_ptr(),
-        next_token=next_token.data_ptr(),
-        status=status.data_ptr(),
-        num_threads=torch.get_num_threads(),
-    )
+    path = row_tokens.new_empty(num_rows, dtype=torch.int32)
+    num_accepted, next_token, status = (row_tokens.new_empty(num_sequences, dtype=torch.int32) for _ in range(3))
+    arguments = {
+        "depth": depth.data_ptr(),
+        "first_child": first_child.data_ptr(),
+        "next_sibling": next_sibling.data_ptr(),
+        "row_tokens": row_tokens.data_ptr(),
+        "full_argmax": address(full_argmax),
+        "uniforms": uniforms.data_ptr(),
+        "row_start": row_start.data_ptr(),
+        "temperature": temperature.data_ptr(),
+        "num_sequences": num_sequences,
+        "proposal": PROPOSALS.index(proposal),
+        "path": path.data_ptr(),
+        "num_accepted": num_accepted.data_ptr(),
+        "next_token": next_token.data_ptr(),
+        "status": status.data_ptr(),
+    }
+    place = launch_place(row_tokens.device)
+    if place is None:
+        load_native().verify_tree(
+            **arguments,
+            num_rows=num_rows,
+            full_logits=matrix(full_logits),
+            draft_logits=matrix(draft_logits),
+            num_threads=torch.get_num_threads(),
+        )
+    else:
+        target, draft, weights = team_logits(num_sequences, full_logits, draft_logits)
+        load_cuda().verify_tree(
+            **arguments,
+            full_logits=matrix(target),
+            draft_logits=matrix(draft),
+            weights=address(weights),
+            place=place,
+        )
     return path, num_accepted, next_token, status
 
 
@@ -128,20 +146,24 @@ def compact_kv(
     num_sequences, cache_len, num_heads, head_dim = k.shape
     # Bits written past torch: autograd is told as if an operation of its own had changed them.
     torch.autograd.graph.increment_version((k, v))
-    load_native().compact_kv(
-        k=_cache(k),
-        v=_cache(v),
-        path=path.data_ptr(),
-        num_accepted=num_accepted.data_ptr(),
-        row_start=row_start.data_ptr(),
-        start=start.data_ptr(),
-        num_sequences=num_sequences,
-        num_rows=path.shape[0],
-        cache_len=cache_len,
-        num_heads=num_heads,
-        head_bytes=head_dim * k.element_size(),
-        num_threads=torch.get_num_threads(),
-    )
+    arguments = {
+        "k": _cache(k),
+        "v": _cache(v),
+        "path": path.data_ptr(),
+        "num_accepted": num_accepted.data_ptr(),
+        "row_start": row_start.data_ptr(),
+        "start": start.data_ptr(),
+        "num_sequences": num_sequences,
+        "cache_len": cache_len,
+        "num_heads": num_heads,
+        "head_bytes": head_dim * k.element_size(),
+    }
+    place = launch_place(k.device)
+    if place is None:
+        load_native().compact_kv(**arguments, num_rows=path.shape[0], num_threads=torch.get_num_threads())
+    else:
+        staging = k.new_empty(path.shape[0], num_heads, head_dim)
+        load_cuda().compact_kv(**arguments, staging=staging.data_ptr(), place=place)
 
 
 def _cache(cache: torch.Tensor) -> Tuple[int, int, int, int]:

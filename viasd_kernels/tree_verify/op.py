@@ -21,6 +21,10 @@ def _build_tree(parents: torch.Tensor, row_start: torch.Tensor, max_rows: int, i
         from . import native
 
         return native.build_tree(parents, row_start, max_rows)
+    if impl == "triton":
+        from . import triton
+
+        return triton.build_tree(parents, row_start, max_rows)
     _require_reference("build_tree", impl)
     return reference.build_tree(parents, row_start, max_rows=max_rows)
 
@@ -56,6 +60,12 @@ def _tree_attention(
         from . import native
 
         return native.tree_attention(
+            q, k_pool, v_pool, slots, context_len, row_start, ancestors, scale, soft_cap, window
+        )
+    if impl == "triton":
+        from . import triton
+
+        return triton.tree_attention(
             q, k_pool, v_pool, slots, context_len, row_start, ancestors, scale, soft_cap, window
         )
     _require_reference("tree_attention", impl)
@@ -107,6 +117,22 @@ def _verify_tree(
         from . import native
 
         return native.verify_tree(
+            depth,
+            first_child,
+            next_sibling,
+            row_tokens,
+            full_logits,
+            uniforms,
+            row_start,
+            temperature,
+            draft_logits,
+            proposal,
+            full_argmax,
+        )
+    if impl == "triton":
+        from . import triton
+
+        return triton.verify_tree(
             depth,
             first_child,
             next_sibling,
@@ -175,6 +201,10 @@ def _compact_kv(
         from . import native
 
         return native.compact_kv(k, v, path, num_accepted, row_start, start)
+    if impl == "triton":
+        from . import triton
+
+        return triton.compact_kv(k, v, path, num_accepted, row_start, start)
     _require_reference("compact_kv", impl)
     reference.compact_kv(k, v, path, num_accepted, row_start, start)
 

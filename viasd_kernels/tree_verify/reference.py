@@ -72,24 +72,29 @@ def tree_attention(
         used = slots[sequence, : context + num_rows].long()
         keys = k_pool[used].to(accumulate).repeat_interleave(group, 1)  # [context + rows, H, Dh]
         values = v_pool[used].to(accumulate).repeat_interleave(group, 1)
-        is_ancestor = _unpack_bits(ancestors[begin:end], num_rows)  # [rows, rows]
-        depth = is_ancestor.sum(1)
-        visible = torch.cat(
-            [
-                torch.ones(num_rows, context, dtype=torch.bool, device=q.device),
-                is_ancestor | torch.eye(num_rows, dtype=torch.bool, device=q.device),
-            ],
-            1,
-        )
-        if window is not None:
-            key_position = torch.cat([torch.arange(context, device=q.device), context + depth])
-            visible &= (context + depth).unsqueeze(1) - key_position < window
+        visible = visible_keys(ancestors[begin:end], context, window)
         scores = torch.einsum("rhd,khd->hrk", q[begin:end].to(accumulate), keys) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = soft_capped(scores, soft_cap).masked_fill(~visible, float("-inf")).softmax(-1)
         out[begin:end] = torch.einsum("hrk,khd->rhd", weights, values).to(q.dtype)
     return out
+
+
+def visible_keys(ancestors: torch.Tensor, context: int, window: Optional[int]) -> torch.Tensor:
+    """[rows, context + rows] bool: what each row of one sequence sees of its context and its rows, itself included."""
+    num_rows, device = ancestors.shape[0], ancestors.device
+    is_ancestor = unpack_bits(ancestors, num_rows)  # [rows, rows]
+    depth = is_ancestor.sum(1)
+    in_context = torch.ones(num_rows, context, dtype=torch.bool, device=device)
+    visible = torch.cat([in_context, is_ancestor | torch.eye(num_rows, dtype=torch.bool, device=device)], 1)
+    if window is not None:
+        key_position = torch.cat([torch.arange(context, device=device), context + depth])
+        visible &= (context + depth).unsqueeze(1) - key_position < window
+    return visible
+
+
+def soft_capped(scores: torch.Tensor, soft_cap: Optional[float]) -> torch.Tensor:
+    """Squashed into (-soft_cap, soft_cap); as they are for None."""
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
 @dataclass
@@ -100,10 +105,10 @@ class _Rows:
     first_child: List[int]
     next_sibling: List[int]
     tokens: List[int]
-    vocab: Optional[int]  # None where only the argmax ids are known
+    vocab: int  # where only the argmax ids are known: what an int32 can hold
 
     def usable(self, row: int) -> bool:
-        return self.depth[row] >= 0 and self.tokens[row] >= 0 and (self.vocab is None or self.tokens[row] < self.vocab)
+        return self.depth[row] >= 0 and 0 <= self.tokens[row] < self.vocab
 
     def children(self, node: int) -> List[int]:
         found, previous, row = [], node, self.first_child[node]
@@ -166,7 +171,7 @@ def verify_tree(
             first_child=tree.first_child[span].tolist(),
             next_sibling=tree.next_sibling[span].tolist(),
             tokens=row_tokens[span].tolist(),
-            vocab=None if full_logits is None else full_logits.shape[-1],
+            vocab=2**31 if full_logits is None else full_logits.shape[-1],
         )
         full_rows = None if full_logits is None else full_logits[span]
         if not temperatures[sequence] > 0:
@@ -194,7 +199,7 @@ def _walk_greedy(rows: _Rows, full_rows: Optional[torch.Tensor], full_argmax: Op
         node = walk.path[-1]
         if full_argmax is not None:
             token = full_argmax[node]
-            if token < 0 or (rows.vocab is not None and token >= rows.vocab):
+            if not 0 <= token < rows.vocab:
                 walk.status |= Status.TOKEN_OUT_OF_RANGE
                 return walk
         else:
@@ -313,7 +318,7 @@ def _spans(starts: List[int]) -> List[Tuple[int, int]]:
     return [(starts[i], starts[i + 1]) for i in range(len(starts) - 1)]
 
 
-def _unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+def unpack_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
     """[rows, W] int64 words to [rows, num_bits] bool."""
     bits = (words.unsqueeze(-1) >> torch.arange(64, device=words.device)) & 1
     return bits.flatten(1)[:, :num_bits].bool()

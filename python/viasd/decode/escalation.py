@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from viasd.decode.passes import Pass
+from viasd.decode.passes import Pass, token_probs
 from viasd.decode.sequence import Proposed, SequenceState
 from viasd.drafters import Draft
 from viasd.drafters.base import draft_logits
@@ -42,12 +42,15 @@ def rest_of_draft(sequence: SequenceState, rows: Pass, b: int, num_kept: int) ->
     """The drafted tokens of a pass's sequence b from where the gate stopped, with the proposals behind them."""
     draft, first = rows.draft, rows.row_start[b]
     proposals = None if draft.logits is None or sequence.greedy else draft.logits
-    rest = []
-    for i, token in enumerate(draft.row_tokens[b][num_kept + 1 :], first + num_kept):
-        row = None if proposals is None else proposals[i]
-        prob = 1.0 if row is None else float((row.float() / sequence.sampling.temperature).softmax(-1)[token])
-        rest.append(Proposed(token, "draft", prob, row))
-    return rest
+    tokens = draft.row_tokens[b][num_kept + 1 :]
+    if proposals is None:
+        certain = torch.ones(len(tokens), device=rows.logits.device)
+        return [Proposed(token, "draft", prob) for token, prob in zip(tokens, certain.unbind(), strict=True)]
+    judges = range(first + num_kept, first + num_kept + len(tokens))
+    probs = token_probs(proposals, judges, tokens, [sequence.sampling.temperature] * len(tokens)).unbind()
+    return [
+        Proposed(token, "draft", prob, proposals[row]) for token, prob, row in zip(tokens, probs, judges, strict=True)
+    ]
 
 
 def waiting_draft(escalations: Sequence[Escalation], vocab_size: int) -> Draft:

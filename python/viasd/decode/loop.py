@@ -241,11 +241,10 @@ class DecodeRun:
 
     def _exact(self, sequences: list[SequenceState], rows: Pass) -> list[Escalation]:
         """Append what the slim tier let pass, by the exact rule, to the pending tokens; who needs a full pass."""
-        slim = self._settle(sequences, judge(sequences, rows, self.coins))
+        slim = self._settle(sequences, judge(sequences, rows, self.coins, gate=sequences[0].speculation.gate))
         drafted, drawn = slim.accepted(sequences), slim.drawn(sequences, "slim")
         judged = [row for b in range(len(sequences)) for row in slim.judges(b)]
         recorded = iter(rows.logits[torch.tensor(judged, device=rows.logits.device)])
-        in_region_c = _count_regions(sequences, slim, drafted)
         escalations = []
         for b, sequence in enumerate(sequences):
             joining = drafted[b] + drawn[b]
@@ -255,9 +254,11 @@ class DecodeRun:
                 sequence.pending.append(replace(proposed, row=None if sequence.greedy else row))
                 sequence.tokens.append(proposed.token)
             sequence.trim(self.cache.pool)
+            for region in slim.regions[b]:
+                sequence.result.stats.regions[REGIONS[region]] += 1
             sequence.count_chain(max(rows.draft.depths(b)), len(drafted[b]), kept)
             full = len(sequence.pending) >= sequence.speculation.max_pending
-            if b in in_region_c or full or sequence.end or slim.status[b] & FATAL:
+            if Region.ESCALATE in slim.regions[b] or full or sequence.end or slim.status[b] & FATAL:
                 escalations.append(recalled(sequence, self.cache.pool))
         self._observe(sequences, slim)
         return escalations
@@ -307,18 +308,10 @@ class DecodeRun:
     def _commit(self, escalations: list[Escalation], full: Verification) -> None:
         """Append what the full model let pass, and the token it drew, for good."""
         accepted = [e.proposals[: len(path)] for e, path in zip(escalations, full.paths, strict=True)]
-        probs = iter(
-            token_probs(
-                full.rows.logits,
-                [row for b in range(len(escalations)) for row in full.judges(b)[:-1]],
-                [p.token for own in accepted for p in own],
-                [e.sequence.stats_temperature for e, own in zip(escalations, accepted, strict=True) for _ in own],
-            )
-        )
+        overshoot = _overshoot(escalations, accepted, full)
         for b, escalation in enumerate(escalations):
             sequence, num_trusted = escalation.sequence, escalation.num_trusted
             stats = sequence.result.stats
-            overshoot = [proposed.prob - next(probs) for proposed in accepted[b]]
             sequence.tokens.extend(proposed.token for proposed in accepted[b][:num_trusted])
             new = accepted[b][num_trusted:]
             tokens, tiers = [proposed.token for proposed in new], [proposed.tier for proposed in new]
@@ -329,7 +322,7 @@ class DecodeRun:
             sequence.emit(tokens[:kept], tiers[:kept], full.rows, full.judges(b)[num_trusted:][:kept])
             sequence.num_verified = len(sequence.tokens)
             sequence.trim(self.cache.pool)
-            stats.overshoot.extend(overshoot[: num_trusted + kept])
+            stats.add_overshoot(overshoot[b][: num_trusted + kept])
             if escalation.block:
                 num_drafted, num_passed = escalation.block
                 sequence.count_chain(num_drafted, num_passed + len(new), num_passed + kept)
@@ -366,18 +359,16 @@ def _by_rule(sequences: list[SequenceState]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _count_regions(sequences: list[SequenceState], slim: Verification, drafted: list[list[Proposed]]) -> set[int]:
-    """Count the regions of the accepted drafted tokens; the sequences with one in region C."""
-    where = [(b, row) for b in range(len(sequences)) for row in slim.judges(b)[:-1]]
-    if not where:
-        return set()
-    logits, draft = slim.rows.logits, slim.rows.draft
-    rows = torch.tensor([row for _, row in where], device=logits.device)
-    tokens = torch.tensor([p.token for own in drafted for p in own], device=logits.device)
-    # A greedy request's draft counts as one-hot, whether or not a mate made the drafter report a distribution.
-    one_hot = torch.tensor([sequences[b].greedy for b, _ in where], device=logits.device)
-    proposal = None if draft.logits is None else draft.logits[rows]
-    regions = sequences[0].speculation.gate.regions(tokens, logits[rows], proposal, one_hot).tolist()
-    for (b, _), region in zip(where, regions, strict=True):
-        sequences[b].result.stats.regions[REGIONS[Region(region)]] += 1
-    return {b for (b, _), region in zip(where, regions, strict=True) if region == Region.ESCALATE}
+def _overshoot(
+    escalations: list[Escalation], accepted: list[list[Proposed]], full: Verification
+) -> Sequence[torch.Tensor]:
+    """For each sequence [n]: its accepted tokens' probabilities where they were proposed, minus the full model's."""
+    probs = token_probs(
+        full.rows.logits,
+        [row for b in range(len(escalations)) for row in full.judges(b)[:-1]],
+        [proposed.token for own in accepted for proposed in own],
+        [e.sequence.stats_temperature for e, own in zip(escalations, accepted, strict=True) for _ in own],
+    )
+    proposed = [proposed.prob for own in accepted for proposed in own]
+    overshoot = torch.stack(proposed) - probs if proposed else probs
+    return overshoot.split([len(own) for own in accepted])

@@ -159,14 +159,17 @@ def coins_for(
 
 def token_probs(
     logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], temperature: list[float]
-) -> list[float]:
-    """Probability of each token under its row of masked logits at its temperature; 0 for ids beyond the row."""
+) -> torch.Tensor:
+    """[n] probability of each token under its row of masked logits at its temperature; 0 for ids beyond the row.
+
+    They stay on the device: nothing that is decided waits for them.
+    """
     if not rows:
-        return []
+        return torch.ones(0, device=logits.device)
     chosen = logits[torch.tensor(rows, device=logits.device)].float()
     # The maximum goes first: a tiny temperature would otherwise overflow.
     chosen = (chosen - chosen.amax(-1, keepdim=True)) / torch.tensor(temperature, device=logits.device).unsqueeze(1)
     ids = torch.tensor(tokens, device=logits.device)
     inside = ids < logits.shape[-1]
     probs = chosen.log_softmax(-1).gather(1, ids.where(inside, 0).unsqueeze(1)).squeeze(1).exp()
-    return probs.where(inside, 0.0).tolist()
+    return probs.where(inside, 0.0)

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 class Proposed:
     """A token that waits for the full model.
 
-    ``tier`` proposed it; ``prob`` is its probability there. ``row`` [V] is the distribution it is a draw from, as it
-    was at that time (None where the request is greedy or the proposal deterministic).
+    ``tier`` proposed it; ``prob``, a scalar on the model's device, is its probability there. ``row`` [V] is the
+    distribution it is a draw from, as it was at that time (None where the request is greedy or the proposal
+    deterministic).
     """
 
     token: int
     tier: Tier
-    prob: float
+    prob: torch.Tensor
     row: torch.Tensor | None = None
 
 

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from viasd.decode.gate import REGIONS
 
 
@@ -33,12 +35,20 @@ class Stats:
     regions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REGIONS.values(), 0))
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    overshoot: list[float] = field(default_factory=list)
     prefill_ms: float = 0.0
     draft_ms: float = 0.0
     slim_ms: float = 0.0
     full_ms: float = 0.0
     decode_ms: float = 0.0
+    _overshoot: list[torch.Tensor] = field(default_factory=list, repr=False)
+
+    def add_overshoot(self, overshoot: torch.Tensor) -> None:
+        """Record accepted tokens' overshoot, [n]; it is read from its device when somebody asks for it."""
+        self._overshoot.append(overshoot)
+
+    @property
+    def overshoot(self) -> list[float]:
+        return torch.cat(self._overshoot).tolist() if self._overshoot else []
 
     def count_chain(self, num_drafted: int, num_accepted: int) -> None:
         """One verdict over a chain of drafted tokens."""
@@ -84,10 +94,11 @@ class Stats:
 
     @property
     def overshoot_quantiles(self) -> dict[str, float]:
-        if len(self.overshoot) < 2:
-            return dict.fromkeys(("p50", "p99", "max"), self.overshoot[0] if self.overshoot else 0.0)
-        percentiles = statistics.quantiles(self.overshoot, n=100, method="inclusive")
-        return {"p50": percentiles[49], "p99": percentiles[98], "max": max(self.overshoot)}
+        overshoot = self.overshoot
+        if len(overshoot) < 2:
+            return dict.fromkeys(("p50", "p99", "max"), overshoot[0] if overshoot else 0.0)
+        percentiles = statistics.quantiles(overshoot, n=100, method="inclusive")
+        return {"p50": percentiles[49], "p99": percentiles[98], "max": max(overshoot)}
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,8 +107,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, times and rates as plain JSON values."""
-        counts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "overshoot"}
-        rates = {name: getattr(self, name) for name, kind in vars(type(self)).items() if isinstance(kind, property)}
+        counts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_overshoot"}
+        properties = (name for name, kind in vars(type(self)).items() if isinstance(kind, property))
+        rates = {name: getattr(self, name) for name in properties if name != "overshoot"}
         return counts | rates
 
 

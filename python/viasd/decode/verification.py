@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -27,7 +27,8 @@ class Verification:
         paths: B lists: the accepted drafted rows in order, as indices within the sequence.
         next_token: [B] the token drawn after the last accepted row; -1 where there is none.
         status: [B] what was found wrong.
-        regions: B lists: of the drafted rows that the gate walked; empty under the exact rule.
+        regions: B lists: of the drafted rows that the gate walked (under the exact rule: of the accepted ones, where
+            a gate was given).
         escalate: [B] whether the gate left the rest of the draft to the full model.
     """
 
@@ -47,15 +48,15 @@ class Verification:
         draft = self.rows.draft
         tokens = [[draft.row_tokens[b][row] for row in path] for b, path in enumerate(self.paths)]
         if draft.logits is None:
-            return [[Proposed(token, "draft", 1.0) for token in own] for own in tokens]
-        probs = iter(
-            token_probs(
+            found = torch.ones(sum(map(len, tokens)), device=self.rows.logits.device)
+        else:
+            found = token_probs(
                 draft.logits,
                 [row for b in range(len(sequences)) for row in self.judges(b)[:-1]],
                 [token for own in tokens for token in own],
                 [s.stats_temperature for s, own in zip(sequences, tokens, strict=True) for _ in own],
             )
-        )
+        probs = iter(found.unbind())
         return [[Proposed(token, "draft", next(probs)) for token in own] for own in tokens]
 
     def drawn(self, sequences: Sequence[SequenceState], tier: Tier) -> list[list[Proposed]]:
@@ -67,14 +68,21 @@ class Verification:
             [self.next_token[b] for b in drew],
             [sequences[b].stats_temperature for b in drew],
         )
-        drawn = {b: [Proposed(self.next_token[b], tier, prob)] for b, prob in zip(drew, probs, strict=True)}
+        drawn = {b: [Proposed(self.next_token[b], tier, prob)] for b, prob in zip(drew, probs.unbind(), strict=True)}
         return [drawn.get(b, []) for b in range(len(sequences))]
 
 
 def judge(
-    sequences: Sequence[SequenceState], rows: Pass, coins: Coins, num_trusted: Sequence[int] | None = None
+    sequences: Sequence[SequenceState],
+    rows: Pass,
+    coins: Coins,
+    num_trusted: Sequence[int] | None = None,
+    gate: Gate | None = None,
 ) -> Verification:
-    """The exact verdict on a draft from its rows' logits; the first ``num_trusted[b]`` drafted rows stand anyway."""
+    """The exact verdict on a draft from its rows' logits; the first ``num_trusted[b]`` drafted rows stand anyway.
+
+    ``gate`` says in which regions the accepted tokens lie; it decides nothing.
+    """
     num_trusted = num_trusted or [0] * len(sequences)
     logits, draft_logits = rows.logits, rows.draft.logits
     if any(num_trusted):
@@ -90,11 +98,12 @@ def judge(
     start = torch.tensor(row_start, device=device)
     temperature = torch.tensor([sequence.sampling.temperature for sequence in sequences], device=device)
     uniforms = coins_for(sequences, row_start, coins, device)
+    in_regions = torch.zeros(0, device=device) if gate is None else _drafted_regions(sequences, rows, gate)
     if rows.draft.parents is None:
         chain = accept_chain(
             tokens, logits, uniforms, start, temperature=temperature, draft_logits=draft_logits, check=False
         )
-        num_accepted, next_token, status = torch.stack(list(chain)).tolist()
+        num_accepted, next_token, status, walked = _read(*chain, in_regions)
         paths = [list(range(1, skip + count + 1)) for skip, count in zip(num_trusted, num_accepted, strict=True)]
     else:
         parents = torch.tensor([p for own in rows.draft.parents for p in own], device=device, dtype=torch.int32)
@@ -110,11 +119,40 @@ def judge(
             proposal=rows.draft.proposal if draft_logits is not None else "deterministic",
             check=False,
         )
-        num_accepted, next_token, status = torch.stack(list(verdict[1:])).tolist()
-        path = verdict.path.tolist()
+        path, num_accepted, next_token, status, walked = _read(*verdict, in_regions)
         paths = [path[first + 1 : first + 1 + count] for first, count in zip(row_start[:-1], num_accepted, strict=True)]
-    nothing: list[list[Region]] = [[] for _ in sequences]
-    return Verification(rows, paths, next_token, [Status(bits) for bits in status], nothing, [False] * len(sequences))
+    regions: list[list[Region]] = [[] for _ in sequences]
+    if gate is not None:
+        regions = [
+            [Region(walked[first + row - b - 1]) for row in path]  # the b + 1 roots up to there have none
+            for b, (first, path) in enumerate(zip(rows.row_start[:-1], paths, strict=True))
+        ]
+    return Verification(rows, paths, next_token, [Status(bits) for bits in status], regions, [False] * len(sequences))
+
+
+def _read(*tensors: torch.Tensor) -> list[list[int]]:
+    """Whole numbers from the device, in one transfer: a GPU waits for the host no more than once a pass."""
+    flat = torch.cat([tensor.flatten().long() for tensor in tensors]).tolist()
+    ends = list(accumulate((tensor.numel() for tensor in tensors), initial=0))
+    return [flat[first:end] for first, end in pairwise(ends)]
+
+
+def _drafted_regions(sequences: Sequence[SequenceState], rows: Pass, gate: Gate) -> torch.Tensor:
+    """[R - B] the regions of all drafted rows, under the rows that judge them."""
+    draft = rows.draft
+    where = [
+        (token, rows.row_start[b] + (row - 1 if draft.parents is None else draft.parents[b][row]), sequences[b].greedy)
+        for b, own in enumerate(draft.row_tokens)
+        for row, token in enumerate(own)
+        if row
+    ]
+    device = rows.logits.device
+    if not where:
+        return torch.zeros(0, device=device)
+    tokens, judges, greedy = (torch.tensor(values, device=device) for values in zip(*where, strict=True))
+    proposal = None if draft.logits is None else draft.logits[judges]
+    # A greedy request's draft counts as one-hot, whether or not a mate made the drafter report a distribution.
+    return gate.regions(tokens, rows.logits[judges], proposal, greedy)
 
 
 def judge_tiered(sequences: Sequence[SequenceState], rows: Pass, coins: Coins, gate: Gate) -> Verification:
@@ -137,7 +175,7 @@ def judge_tiered(sequences: Sequence[SequenceState], rows: Pass, coins: Coins, g
         draft_logits=None if gate.criterion == "ratio" else proposal_rows(sequences, rows),
         check=False,
     )
-    emitted, walked = verdict.tokens.tolist(), verdict.regions.tolist()
+    emitted, walked, status, escalate = _read(verdict.tokens, verdict.regions, verdict.status, verdict.escalate)
     paths, next_token, regions = [], [], []
     for b, own in enumerate(draft.row_tokens):
         first = rows.row_start[b]
@@ -147,8 +185,7 @@ def judge_tiered(sequences: Sequence[SequenceState], rows: Pass, coins: Coins, g
         paths.append(list(range(1, kept + 1)))
         next_token.append(emitted[first + kept])
         regions.append([Region(region) for region in walked[first + 1 : first + len(own)] if region >= 0])
-    status = [Status(bits) for bits in verdict.status.tolist()]
-    return Verification(rows, paths, next_token, status, regions, verdict.escalate.tolist())
+    return Verification(rows, paths, next_token, [Status(bits) for bits in status], regions, list(map(bool, escalate)))
 
 
 def proposal_rows(sequences: Sequence[SequenceState], rows: Pass) -> torch.Tensor:

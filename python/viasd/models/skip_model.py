@@ -36,7 +36,7 @@ class SkipModel:
         module: a Transformers causal language model.
         name: what messages and routes call it.
         consume: whether the module may be emptied on the way, which spares the memory of a second copy.
-        impl: of the decoder.
+        impl: of the decoder; "auto" takes "native" on a CPU and "triton" elsewhere.
 
     Raises:
         UnknownArchitecture: the decoder does not know the model, or has no ``impl`` for its device and dtype; the
@@ -45,13 +45,15 @@ class SkipModel:
     """
 
     def __init__(
-        self, module: nn.Module, name: str | None = None, *, consume: bool = False, impl: str = "native"
+        self, module: nn.Module, name: str | None = None, *, consume: bool = False, impl: str = "auto"
     ) -> None:
         if module.training:
             raise UnsupportedModel(f"{type(module).__name__} is in training mode; call model.eval() first")
         config: Any = module.config
         weights = decoder_weights(module, consume=consume)
         parameter = next(module.parameters())
+        if impl == "auto":
+            impl = "native" if parameter.device.type == "cpu" else "triton"
         if impl not in SkipDecoder.available(parameter.device, parameter.dtype):
             raise UnknownArchitecture(f"no {impl} decoder for {parameter.dtype} on {parameter.device.type}")
         self.name = name or getattr(config, "_name_or_path", "") or type(module).__name__

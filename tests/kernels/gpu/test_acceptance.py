@@ -1,24 +1,19 @@
-"""The Triton acceptance ops in the interpreter, against the reference."""
+"""The acceptance ops of GPUs, against the reference."""
 
 import pytest
 import torch
+from on_device import DEVICE, HALF, by_kernels, generator, on_device, on_gpu_only, poison
 
-from viasd_kernels import Gate, accept_chain, acceptance_stats, gate_tiers
+import viasd_kernels
+from viasd_kernels import Gate
+
+accept_chain = on_device(viasd_kernels.accept_chain)
+acceptance_stats = on_device(viasd_kernels.acceptance_stats)
+gate_tiers = on_device(viasd_kernels.gate_tiers)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities that are meant
 
 VOCABULARIES = [1, 7, 8193]
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def poison():
-    """Fill what the allocator hands out next with something that no test would take for a result."""
-    for size in (1, 8, 64, 512, 4096):
-        torch.full((size,), float("nan"))
-        torch.full((size,), 77, dtype=torch.int32)
 
 
 def chains(seed, width, draft_width=None, strided=False):
@@ -63,7 +58,8 @@ def same(got, expected):
 
 @pytest.mark.parametrize("width", VOCABULARIES)
 @pytest.mark.parametrize("proposal", ["drawn", "deterministic", "narrow"])
-def test_accept_chain(width, proposal):
+@by_kernels
+def test_accept_chain(impl, width, proposal):
     close = 0
     for seed in range(3 if width > 1000 else 8):
         narrow = max(1, width - 2) if proposal == "narrow" else None
@@ -71,7 +67,7 @@ def test_accept_chain(width, proposal):
         options = {"temperature": temperature, "draft_logits": None if proposal == "deterministic" else draft}
         options["check"] = False
         poison()
-        got = accept_chain(tokens, target, uniforms, row_start, impl="triton", **options)
+        got = accept_chain(tokens, target, uniforms, row_start, impl=impl, **options)
         expected = accept_chain(tokens, target, uniforms, row_start, impl="reference", **options)
         if not same(got, expected):  # only where a coin lies within rounding of a decision
             nudged = [
@@ -166,15 +162,40 @@ def test_one_row_each_and_no_rows():
     assert [own.tolist() for own in empty] == [[0] * 3, [-1] * 3, [0] * 3]
 
 
-def test_half_precision_is_converted_right_after_the_load():
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@by_kernels
+def test_half_precision_is_converted_right_after_the_load(impl, dtype):
     tokens, target, draft, uniforms, row_start, temperature = chains(8, 300)
-    target, draft = target.half(), draft.half()
+    target, draft = target.to(dtype), draft.to(dtype)
     options = {"temperature": temperature, "draft_logits": draft, "check": False}
-    got = accept_chain(tokens, target, uniforms, row_start, impl="triton", **options)
+    got = accept_chain(tokens, target, uniforms, row_start, impl=impl, **options)
     assert same(got, accept_chain(tokens, target, uniforms, row_start, impl="reference", **options))
 
 
 def test_float64_is_left_to_the_reference():
     tokens, target, _, uniforms, row_start, temperature = chains(9, 7)
-    with pytest.raises(NotImplementedError, match="no 'triton' implementation for cpu tensors; available: reference"):
+    message = f"no 'triton' implementation for {DEVICE.type} tensors; available: reference"
+    with pytest.raises(NotImplementedError, match=message):
         accept_chain(tokens, target.double(), uniforms, row_start, temperature=temperature, impl="triton")
+
+
+@on_gpu_only
+@by_kernels
+def test_rows_that_32_bits_cannot_address(impl):
+    """15,408 rows of 151,936 logits are more than 2^31; the last ones are those of a small batch."""
+    rows, width = 15_408, 151_936
+    target = torch.zeros(rows, width, dtype=torch.bfloat16, device=DEVICE)
+    target[-4:] = (2 * torch.randn(4, width, generator=generator(0))).to(DEVICE)
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    tokens[-3:] = target[-4:-1].argmax(-1).cpu()
+    coins = torch.full((rows,), 0.01, dtype=torch.float64)
+    row_start = torch.tensor([0, rows - 4, rows])
+    options = {"temperature": torch.tensor([1.0, 0.7]), "check": False}
+    got = accept_chain(tokens, target, coins, row_start, impl=impl, **options)
+    alone = {**options, "temperature": options["temperature"][1:]}
+    small = (tokens[-4:], target[-4:].cpu(), coins[-4:], torch.tensor([0, 4]))
+    assert same([own[1:] for own in got], accept_chain(*small, impl="reference", **alone))
+    if impl == "triton":
+        stats = acceptance_stats(target, target, tokens, temperature=torch.ones(rows), impl=impl)
+        assert torch.equal(stats.target_argmax[-4:], target[-4:].argmax(-1).int().cpu())
+        assert stats.kl_draft_target.abs().max() < 1e-5
