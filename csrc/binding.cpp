@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu_level.h"
+#include "digest.h"
 
 namespace py = pybind11;
 
@@ -22,6 +23,10 @@ void set_cpu_level(const std::string& name) {
     throw std::invalid_argument("level must be 'auto', 'portable', 'avx2', 'avx512' or 'amx', got '" + name + "'");
 }
 
+uint64_t digest(viasd::Address data, int64_t num_bytes, int num_threads) {
+    return viasd::digest(viasd::at<const void>(data), num_bytes, num_threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -29,6 +34,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("cpu_level", &cpu_level, "Which compiled variant runs: 'portable', 'avx2', 'avx512' or 'amx'.");
     m.def("set_cpu_level", &set_cpu_level, py::arg("name"),
           "Force a variant, for tests; 'auto' goes back to the best. ValueError where the processor lacks it.");
+    m.def("digest", &digest, viasd::NoGil(), py::arg("data"), py::arg("num_bytes"), py::arg("num_threads"));
     viasd::bind_sampling(m);
     viasd::bind_tree_verify(m);
     viasd::bind_acceptance(m);

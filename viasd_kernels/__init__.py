@@ -1,6 +1,7 @@
 """Kernels of tiered speculative decoding: small, stateless, tensors in, tensors out."""
 
 from .acceptance import ChainVerdict, Gate, GateVerdict, Region, Stats, accept_chain, acceptance_stats, gate_tiers
+from .digest import digest
 from .layer_skip import (
     DecoderConfig,
     DecoderOutput,
@@ -40,6 +41,7 @@ __all__ = [
     "bypass_linear",
     "bypass_norm",
     "compact_kv",
+    "digest",
     "draw_from_weights",
     "gate_tiers",
     "tree_attention",

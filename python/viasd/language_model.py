@@ -15,7 +15,7 @@ from torch import nn
 from viasd.decode import Admission, Costs, DecodeRun, Request, Result, Speculation, Token, measure_costs
 from viasd.decode.request import LogitsProcessor, Stopping
 from viasd.drafters import Drafter, ModelDrafter, PromptLookup, SelfDrafter
-from viasd.errors import DecodeError, DecodeInterrupted, InvalidInput
+from viasd.errors import DecodeError, DecodeInterrupted, InvalidInput, UnsupportedModel
 from viasd.models import Model, SkipModel, TransformersModel
 from viasd.models.hf_mapping import UnknownArchitecture
 from viasd.routing import Route
@@ -281,16 +281,18 @@ class _Loader:
             choices = ", ".join(map(repr, IMPLEMENTATIONS))
             raise InvalidInput(f"implementation must be one of {choices}, got {self.implementation!r}")
 
-    def over_slots(self, module: nn.Module, name: str | None = None, *, consume: bool = False) -> Model:
-        """``consume``: whether nobody else needs the module."""
+    def over_slots(self, module: nn.Module, name: str | None = None, *, path: str | Path | None = None) -> Model:
+        """``path``: what the module was read from for us alone, so that it may be emptied and read again."""
         reason = None
         if self.implementation != "transformers":
             try:
-                return SkipModel(module, name, consume=consume)
-            except UnknownArchitecture as error:
+                return SkipModel(module, name, consume=path is not None)
+            except UnsupportedModel as error:
                 if self.implementation == "native":
                     raise
                 reason = f"not native: {error}"
+                if path is not None and not isinstance(error, UnknownArchitecture):
+                    module, _ = self.read(path, next(module.parameters()).device)
         return TransformersModel(module, name, reason=reason)
 
     def read(self, path: str | Path, device: Any = None) -> tuple[nn.Module, Any]:
@@ -322,7 +324,7 @@ def _target(model: Any, tokenizer: Any, loader: _Loader, progress: Any) -> tuple
     if isinstance(model, (str, Path)):
         name = Path(model).name
         module, own_tokenizer = loader.read(model)
-        model, tokenizer = loader.over_slots(module, name, consume=True), tokenizer or own_tokenizer
+        model, tokenizer = loader.over_slots(module, name, path=model), tokenizer or own_tokenizer
     elif isinstance(model, nn.Module):
         model = loader.over_slots(model)
     elif not (hasattr(model, "forward") and hasattr(model, "new_cache")):
@@ -360,7 +362,7 @@ def _drafter(drafter: Any, target: Model, tokenizer: Any, loader: _Loader) -> Dr
             )
         name = Path(drafter).name
         module, own_tokenizer = loader.read(drafter, target.device)
-        small: Model = loader.over_slots(module, name, consume=True)
+        small: Model = loader.over_slots(module, name, path=drafter)
     elif isinstance(drafter, nn.Module):
         small = loader.over_slots(drafter)
     elif hasattr(drafter, "forward") and hasattr(drafter, "new_cache"):

@@ -192,6 +192,10 @@ def test_a_tied_head_is_the_embedding() -> None:
         ({"layers": ()}, "layers must hold at least one LayerConfig"),
         ({"head_dim": 5}, "rotary_dim must be even and at most head_dim = 5, got 5"),
         ({"layers": (LayerConfig(rope=RopeConfig(rotary_dim=6)),)}, "at most head_dim = 4, got 6"),
+        (
+            {"layers": (LayerConfig(rope=RopeConfig(kind="given", frequencies=(1.0, 0.5, 0.1))),)},
+            "must have rotary_dim / 2 = 2 frequencies, got 3",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -203,7 +207,7 @@ def test_a_wrong_configuration_is_refused(changes: dict, message: str) -> None:
 def test_a_wrong_layer_or_rope_is_refused() -> None:
     with pytest.raises(ValueError, match="window must be >= 1 or None, got 0"):
         LayerConfig(window=0)
-    with pytest.raises(ValueError, match="kind must be one of 'default', 'linear', 'llama3', got 'yarn'"):
+    with pytest.raises(ValueError, match="kind must be one of 'default', 'linear', 'llama3', 'given', got 'yarn'"):
         RopeConfig(kind="yarn")
     with pytest.raises(ValueError, match="rotary_dim must be even and >= 2, or None, got 3"):
         RopeConfig(rotary_dim=3)

@@ -8,9 +8,9 @@ from torch.nn.utils import parametrize
 import viasd
 from tiny_models import chain, tiny
 from viasd import InvalidInput, Route, TransformersModel, UnsupportedModel
-from viasd.models import Rows, SkipModel
+from viasd.models import Rows, SkipModel, skip_model
 from viasd.models.hf_mapping import UnknownArchitecture, decoder_config, decoder_weights
-from viasd_kernels import weight_shapes
+from viasd_kernels import SkipDecoder, weight_shapes
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text"]
 IMPLS = ["reference", "native"]
@@ -192,6 +192,53 @@ def test_an_explicit_implementation_never_falls_back():
         viasd.load(tiny("gpt2"), implementation="native")
     with pytest.raises(InvalidInput, match="must be one of 'auto', 'native', 'transformers', got 'fast'"):
         viasd.load(tiny("llama"), implementation="fast")
+
+
+def test_where_the_probe_differs_the_generic_path_has_the_model_intact(tmp_path, monkeypatch):
+    module = tiny("llama")
+    module.save_pretrained(tmp_path)
+
+    def differs(model, module, plain):
+        raise UnsupportedModel("logits differ")
+
+    monkeypatch.setattr(skip_model, "probe", differs)
+    for given in (tmp_path, module):
+        lm = viasd.load(given)
+        assert lm.model.implementation == "transformers"
+        assert lm.model.reason.endswith("(not native: logits differ)")
+        assert lm.generate(IDS, max_new_tokens=8).tokens == plain_tokens(module, 8)
+        with pytest.raises(UnsupportedModel, match="logits differ"):
+            viasd.load(given, implementation="native")
+
+
+def plain_tokens(module, count):
+    ids = torch.tensor([IDS])
+    return module.generate(ids, max_new_tokens=count, do_sample=False)[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
+def test_frequencies_are_the_models_own(family):
+    """As ``module.bfloat16()`` leaves them: rounded, which tells from a few dozen positions on."""
+    module = tiny(family).bfloat16().float()
+    ids = [(5 * i + 1) % 97 for i in range(200)]
+    expected = module(torch.tensor([ids])).logits[0]
+    model = SkipModel(module)
+
+    def error():
+        return (chain(model, model.new_cache(), ids)[0].logits - expected).abs().max()
+
+    own = error()
+    assert own < 2e-4
+    model.decoder = SkipDecoder(decoder_weights(module), decoder_config(module.config))  # the configuration's
+    assert error() > 20 * own
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_the_embedding_scale_is_the_models_own(family):
+    module = tiny(family)
+    module.model.embed_tokens.embed_scale *= 1.3
+    expected, model = module(torch.tensor([IDS])).logits[0], SkipModel(module)
+    torch.testing.assert_close(chain(model, model.new_cache(), IDS)[0].logits, expected, atol=2e-4, rtol=0)
 
 
 def test_a_model_loaded_from_a_folder_is_consumed(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Optional, Tuple
 
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "given")
 ACTIVATIONS = ("silu_mul", "gelu_tanh_mul")
 
 
@@ -24,12 +24,14 @@ class RopeConfig:
         theta: the base.
         kind: "default"; "linear": f / factor; "llama3": f / factor where a turn takes more than
             original_max_positions / low_freq_factor positions, f where it takes fewer than
-            original_max_positions / high_freq_factor, interpolated between the two.
+            original_max_positions / high_freq_factor, interpolated between the two; "given": f is ``frequencies``, and
+            theta is not read.
         rotary_dim: even, at most head_dim; None: all of head_dim.
         factor: of "linear" and "llama3".
         low_freq_factor: of "llama3".
         high_freq_factor: of "llama3", above low_freq_factor.
         original_max_positions: of "llama3".
+        frequencies: of "given": f(0) to f(r/2 - 1), in radians per position.
     """
 
     theta: float = 10_000.0
@@ -39,6 +41,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    frequencies: Tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -142,6 +145,11 @@ class DecoderConfig:
             if rotary_dim > self.head_dim or rotary_dim % 2:
                 raise ValueError(
                     f"DecoderConfig: rotary_dim must be even and at most head_dim = {self.head_dim}, got {rotary_dim}"
+                )
+            if layer.rope.kind == "given" and len(layer.rope.frequencies) != rotary_dim // 2:
+                raise ValueError(
+                    f"DecoderConfig: a rope of kind 'given' must have rotary_dim / 2 = {rotary_dim // 2} frequencies, "
+                    f"got {len(layer.rope.frequencies)}"
                 )
 
     @property

@@ -14,6 +14,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     Float32 throughout, as in Transformers: models were trained with these roundings, and at large positions a more
     accurate frequency is a different one.
     """
+    if rope.kind == "given":
+        return torch.tensor(rope.frequencies, dtype=torch.float32)
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = 1.0 / rope.theta**exponents

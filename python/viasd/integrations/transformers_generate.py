@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from viasd.decode import DecodeRun, Request, Result, Speculation
 from viasd.drafters import Drafter
 from viasd.errors import DecodeError, InvalidInput, UnsupportedModel
 from viasd.language_model import LanguageModel, load
+from viasd.models.fingerprint import structure_of, weights_of
 from viasd.routing import Route
 from viasd.sampling import Sampling
 
@@ -59,7 +61,9 @@ def transformers_generate(
     sampling and stopping fields of the generation config, every logits processor at every drafted position, with the
     ids that precede that position, stopping criteria inside an accepted block, batches with left padding,
     ``return_dict_in_generate`` with scores and logits. Keep the returned object: it prepares a model once, and again
-    when the model's weights have changed.
+    when anything of it was changed: its weights, by whatever means, its parts, hooks, settings or code. What is not the
+    family's own runs on the generic path, by the model's own forward. To know, each call on the native path reads the
+    weights once, which takes about as long as a step of plain decoding.
 
     Args:
         drafter, route, speculation, implementation: see ``viasd.load``.
@@ -89,7 +93,7 @@ class TransformersGenerate:
         self._streamer = streamer
         self._stop_strings = stop_strings
         self._lock = threading.Lock()
-        self._prepared: tuple[Any, Any, LanguageModel] | None = None
+        self._prepared: _Prepared | None = None
 
     def __call__(
         self,
@@ -161,13 +165,54 @@ class TransformersGenerate:
         if self._streamer is not None:
             self._streamer.end()
 
+    @property
+    def prepared(self) -> LanguageModel | None:
+        """What decodes for the last model, while that lives; ``prepared.model.reason`` says how, and why so."""
+        return None if self._prepared is None else self._prepared.lm
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._options, self._tokenizer, self._streamer, self._stop_strings)
+
     def _language_model(self, model: nn.Module) -> LanguageModel:
-        """The model over token slots, made anew where another one comes or its weights were written to."""
-        weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
+        """The model over token slots, made anew where another one comes or anything of it was changed.
+
+        The generic path reads the weights where they are; the native one has its own, so they are looked at.
+        """
+        structure = structure_of(model)
         with self._lock:
-            if self._prepared is None or self._prepared[0]() is not model or self._prepared[1] != weights:
-                self._prepared = (weakref.ref(model), weights, load(model, **self._options))
-            return self._prepared[2]
+            known = self._prepared
+            same = known is not None and known.model() is model and known.structure == structure
+            if known is None or not same or known.has_copies:
+                weights = weights_of(model)
+                if known is None or not same or known.weights != weights:
+                    self._prepared = None  # its memory goes before the new one's comes
+                    lm = load(model, **self._options)
+                    known = self._prepared = _Prepared(weakref.ref(model, self._forget()), structure, weights, lm)
+            return known.lm
+
+    def _forget(self) -> Callable[[weakref.ref[nn.Module]], None]:
+        """What to do when a model has died: nothing made of it is of use any more."""
+        this = weakref.ref(self)
+
+        def forget(dead: weakref.ref[nn.Module]) -> None:
+            own = this()
+            if own is not None and own._prepared is not None and own._prepared.model is dead:
+                own._prepared = None
+
+        return forget
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    model: weakref.ref[nn.Module]
+    structure: tuple[object, ...]
+    weights: tuple[int, ...]
+    lm: LanguageModel
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether weights were copied when the model was prepared."""
+        return self.lm.model.implementation != "transformers"
 
 
 class _Batch:

@@ -45,9 +45,9 @@ def make_view(model: nn.Module, layers_path: str, layer_returns_tuple: bool, rou
         UnsupportedModel: the route treats a layer's attention and MLP differently, and they cannot be told apart.
     """
     *parents, list_name = layers_path.split(".")
-    view = part = _shallow(model)
+    view = part = shallow_copy(model)
     for name in parents:
-        child = _shallow(part._modules[name])
+        child = shallow_copy(part._modules[name])
         part._modules[name] = child
         part = child
     layers = part._modules[list_name]
@@ -59,7 +59,8 @@ def make_view(model: nn.Module, layers_path: str, layer_returns_tuple: bool, rou
     return view
 
 
-def _shallow(module: nn.Module | None) -> nn.Module:
+def shallow_copy(module: nn.Module | None) -> nn.Module:
+    """The same module as another object, with a list of parts of its own."""
     assert module is not None
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
@@ -83,7 +84,7 @@ def _layer_view(layer: nn.Module, index: int, returns_tuple: bool, route: Route 
             sink[index] = hidden_states[0]
         return run(hidden_states, *args, **kwargs)
 
-    clone = _shallow(layer)
+    clone = shallow_copy(layer)
     clone.forward = forward
     return clone
 
@@ -102,7 +103,7 @@ def _silenced(layer: nn.Module, names: tuple[str, ...], index: int) -> nn.Module
         nothing = torch.zeros_like(hidden_states)
         return (nothing, None) if is_attention else nothing
 
-    clone, child = _shallow(layer), _shallow(layer._modules[found[0]])
+    clone, child = shallow_copy(layer), shallow_copy(layer._modules[found[0]])
     child.forward = zeros
     clone._modules[found[0]] = child
     return clone

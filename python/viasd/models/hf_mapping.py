@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from viasd.errors import UnsupportedModel
+from viasd.models.fingerprint import functions_beside, settings_of
 from viasd_kernels import DecoderConfig, LayerConfig, RopeConfig
 
 FAMILIES = {
@@ -29,14 +34,19 @@ ROPE_KEYS = {
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.Dropout)
+LIBRARIES = frozenset({"transformers", "kernels", "torch", *sys.stdlib_module_names})
 
 
 class UnknownArchitecture(UnsupportedModel):
     """``SkipDecoder`` does not know this model; the message says what of it."""
 
 
-def decoder_config(config: Any) -> DecoderConfig:
+def decoder_config(config: Any, module: Any = None) -> DecoderConfig:
     """What a Transformers configuration describes.
+
+    Args:
+        module: the model, whose own rotary frequencies and embedding scale count where they are not those of the
+            configuration: ``model.bfloat16()`` rounds them too. None: the configuration's.
 
     Raises:
         UnknownArchitecture: a family, rotary embedding, layer kind or activation outside those of ``SkipDecoder``.
@@ -61,7 +71,7 @@ def decoder_config(config: Any) -> DecoderConfig:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            layers=_layers(config, head_dim),
+            layers=_layers(config, head_dim, None if module is None else module.model.rotary_emb),
             norm_eps=config.rms_norm_eps,
             norm_weight_offset=1.0 if gemma else 0.0,
             activation=ACTIVATIONS[activation],
@@ -69,7 +79,7 @@ def decoder_config(config: Any) -> DecoderConfig:
             # Gemma 3 has the option, but its attention does not use it.
             attention_soft_cap=config.attn_logit_softcapping if family == "gemma2" else None,
             logit_soft_cap=config.final_logit_softcapping if gemma else None,
-            embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+            embedding_scale=_embedding_scale(config, module) if gemma else 1.0,
             qk_norm=family in ("qwen3", "gemma3_text"),
             post_norms=gemma,
             qkv_bias=has_bias or family == "qwen2",
@@ -81,7 +91,12 @@ def decoder_config(config: Any) -> DecoderConfig:
         raise UnknownArchitecture(str(error)) from error
 
 
-def _layers(config: Any, head_dim: int) -> tuple[LayerConfig, ...]:
+def _embedding_scale(config: Any, module: Any) -> float:
+    own = None if module is None else getattr(module.model.embed_tokens, "embed_scale", None)
+    return config.hidden_size**0.5 if own is None else float(own)
+
+
+def _layers(config: Any, head_dim: int, rotary: Any) -> tuple[LayerConfig, ...]:
     window = None if config.model_type == "llama" else config.sliding_window
     # These treat all layers alike and read no layer_types.
     alike = config.model_type in ("llama", "mistral", "phi3")
@@ -91,6 +106,13 @@ def _layers(config: Any, head_dim: int) -> tuple[LayerConfig, ...]:
         raise UnknownArchitecture(f"layers of kind {', '.join(unknown)}")
     turned = head_dim if config.model_type == "phi3" else None
     ropes = {kind: _rope(config.rope_parameters.get(kind, config.rope_parameters), turned) for kind in set(kinds)}
+    if rotary is not None:
+        made, own = (dict(part.named_buffers()) for part in (type(rotary)(config), rotary))
+        for kind in ropes:
+            name = f"{kind}_inv_freq" if f"{kind}_inv_freq" in made else "inv_freq"
+            frequencies = own[name].float().cpu()
+            if not torch.equal(frequencies, made[name]):
+                ropes[kind] = replace(ropes[kind], kind="given", frequencies=tuple(frequencies.tolist()))
     return tuple(LayerConfig(window if kind == "sliding_attention" else None, ropes[kind]) for kind in kinds)
 
 
@@ -167,20 +189,54 @@ class DecoderTensors(Mapping[str, torch.Tensor]):
 
 
 def _check_parts(module: nn.Module, expected: str) -> None:
-    """Every part must be what its family's own code made, and run that code."""
+    """Every part must be what its family's own code made of the configuration, and run that code."""
     kind = type(module)
     if kind.__name__ != expected or not kind.__module__.startswith("transformers.models."):
         raise UnknownArchitecture(f"{kind.__module__}.{kind.__name__} is not Transformers' {expected}")
+    with torch.device("meta"):
+        made = dict(kind(copy.deepcopy(module.config)).eval().named_modules())
     for name, part in module.named_modules():
         own = type(part)
         if own not in PLAIN_MODULES and own.__module__ not in (kind.__module__, "transformers.activations"):
             raise UnknownArchitecture(f"{name} is a {own.__module__}.{own.__name__}")
+        if own is not type(made.get(name)):
+            raise UnknownArchitecture(f"{name}, a {own.__name__}, is not what the configuration gives")
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
         # Transformers hangs its own in, to collect hidden states.
         if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
             raise UnknownArchitecture(f"{name or 'the model'} has forward hooks")
-        if "forward" in vars(part):
+        if "forward" in vars(part) or not _is_library_code(own.forward):
             raise UnknownArchitecture(f"{name or 'the model'} has a patched forward")
+        _check_settings(name or "the model", part, made.pop(name))
+    if made:
+        raise UnknownArchitecture(f"{next(iter(made))} is missing")
+    for function in functions_beside(kind):
+        if not _is_library_code(function):
+            raise UnknownArchitecture(f"{kind.__module__} has a patched {function.__name__}")
+
+
+def _is_library_code(function: FunctionType) -> bool:
+    """Whether it was defined in Transformers, torch or Python, and likewise all that it wraps."""
+    home = function.__globals__.get("__name__", "")
+    inner = getattr(function, "__wrapped__", None)
+    return home.partition(".")[0] in LIBRARIES and (inner is None or _is_library_code(inner))
+
+
+def _check_settings(name: str, part: nn.Module, made: nn.Module) -> None:
+    """Its numbers (scales, epsilons) must be those that the configuration gives."""
+    ours, wanted = _numbers(part), _numbers(made)
+    for key in ours.keys() | wanted.keys():
+        if ours.get(key) != wanted.get(key):
+            raise UnknownArchitecture(f"{name}.{key} is {ours.get(key)}, by the configuration {wanted.get(key)}")
+
+
+def _numbers(part: nn.Module) -> dict[str, object]:
+    """Its settings that are numbers, without those that only training reads."""
+    return {
+        key: value
+        for key, value in settings_of(part).items()
+        if isinstance(value, (bool, int, float)) and not key.startswith("_") and key != "gradient_checkpointing"
+    }
 
 
 def _sources(config: DecoderConfig, is_packed: bool) -> dict[str, list[str]]:

@@ -11,17 +11,17 @@ import torch
 from viasd.errors import UnsupportedModel
 from viasd.models.base import Model, Rows
 
-LENGTH = 12
+LENGTH = 48  # far enough for a changed rotary embedding to show
 
 
-def plain_logits(name: str, module: Any, vocab_size: int) -> torch.Tensor:
-    """[LENGTH, V]: what the module itself makes of the probe's tokens.
+def plain_logits(name: str, module: Any, vocab_size: int, max_positions: int) -> torch.Tensor:
+    """[n, V]: what the module itself makes of the probe's tokens.
 
     Raises:
         UnsupportedModel: its forward fails, or its logits are not finite.
     """
     with _failures_named(name, module), torch.inference_mode():
-        ids = torch.tensor([_probe_ids(vocab_size)], device=next(module.parameters()).device)
+        ids = torch.tensor([_probe_ids(vocab_size, max_positions)], device=next(module.parameters()).device)
         plain: torch.Tensor = module(ids, use_cache=False).logits[0]
     if not torch.isfinite(plain).all():
         raise UnsupportedModel(
@@ -37,7 +37,7 @@ def probe(model: Model, module: Any, plain: torch.Tensor) -> None:
         UnsupportedModel: they differ or fail.
     """
     with _failures_named(model.name, module), torch.inference_mode():
-        slots = _logits_over_slots(model, _probe_ids(model.vocab_size))
+        slots = _logits_over_slots(model, _probe_ids(model.vocab_size, model.max_positions))
     difference = (plain - slots).abs().max().item()
     limit = (1e-3 if plain.dtype == torch.float32 else 5e-2) * max(1.0, plain.abs().max().item())
     if not difference <= limit:
@@ -47,8 +47,8 @@ def probe(model: Model, module: Any, plain: torch.Tensor) -> None:
         )
 
 
-def _probe_ids(vocab_size: int) -> list[int]:
-    return [(7 * i + 3) % vocab_size for i in range(LENGTH)]
+def _probe_ids(vocab_size: int, max_positions: int) -> list[int]:
+    return [(7 * i + 3) % vocab_size for i in range(min(LENGTH, max_positions))]
 
 
 @contextmanager
@@ -63,16 +63,16 @@ def _failures_named(name: str, module: Any) -> Iterator[None]:
 
 
 def _logits_over_slots(model: Model, ids: Sequence[int]) -> torch.Tensor:
-    """[LENGTH, V]: a chain, wrong rows that are dropped again, then a tree with a wrong sibling at every level."""
+    """[n, V]: a chain, wrong rows that are dropped again, then a tree with a wrong sibling at every level."""
     cache = model.new_cache()
-    half = LENGTH // 2
+    half = len(ids) // 2
     context = cache.pool.take(half)[::-1]
     head = model.forward(Rows(ids[:half], range(half), [0, half], context, [[]]), cache).logits
     wrong = cache.pool.take(2)
     model.forward(Rows(ids[:2], [half, half + 1], [0, 2], wrong, [context]), cache)
     cache.pool.give(wrong)
     tokens, positions, parents = [ids[half]], [half], [-1]
-    for depth in range(1, LENGTH - half):
+    for depth in range(1, len(ids) - half):
         tokens += [(ids[half + depth] + 1) % model.vocab_size, ids[half + depth]]
         positions += [half + depth] * 2
         parents += [2 * depth - 2] * 2

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from viasd.errors import UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows, SlotPool
@@ -44,9 +43,7 @@ class SkipModel:
         UnsupportedModel: the probe differs, weights that are not finite, or a model in training mode.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str | None = None, *, consume: bool = False, impl: str = "auto"
-    ) -> None:
+    def __init__(self, module: Any, name: str | None = None, *, consume: bool = False, impl: str = "auto") -> None:
         if module.training:
             raise UnsupportedModel(f"{type(module).__name__} is in training mode; call model.eval() first")
         config: Any = module.config
@@ -63,8 +60,8 @@ class SkipModel:
         self.config_hash = config_hash(config)
         self.eos_token_ids = eos_token_ids(module)
         num_weights = sum(own.numel() for own in module.parameters())
-        plain = plain_logits(self.name, module, self.vocab_size)
-        self.decoder = SkipDecoder(weights, decoder_config(config), impl=impl)
+        plain = plain_logits(self.name, module, self.vocab_size, self.max_positions)
+        self.decoder = SkipDecoder(weights, decoder_config(config, module), impl=impl)
         self.implementation = self.decoder.implementation
         self.reason = f"{config.model_type} is an architecture that viasd_kernels knows: one call per pass"
         plain_bytes = parameter.element_size() * num_weights

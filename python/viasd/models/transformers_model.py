@@ -11,7 +11,7 @@ from torch import nn
 
 from viasd.errors import InvalidInput, UnsupportedModel
 from viasd.models.base import DecoderOutput, Rows
-from viasd.models.bypass import capture_sink, find_layers, make_view
+from viasd.models.bypass import capture_sink, find_layers, make_view, shallow_copy
 from viasd.models.identity import config_hash, eos_token_ids, max_positions
 from viasd.models.probe import plain_logits, probe
 from viasd.models.slot_cache import SlotCache, visible_slots
@@ -40,7 +40,7 @@ class TransformersModel:
         self.reason = "the generic path: the model's own forward, over a slot cache"
         self.reason += f" ({reason})" if reason else ""
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.model = model
+        self.model = shallow_copy(model)  # who holds this object does not hold the user's, and can see when it dies
         self.config = config
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.num_layers: int = config.num_hidden_layers
@@ -68,7 +68,14 @@ class TransformersModel:
     def check_route(self, route: Route) -> None:
         """See ``viasd.models.base.Model.check_route``."""
         route.check(self.num_layers, self.config_hash, self.name)
-        self._view(route)
+        everywhere, cache = range(self.num_layers), self.new_cache()
+        rows = Rows([0], [0], [0, 1], cache.pool.take(1), [[]])
+        reached = self.forward(rows, cache, route=route, capture_layers=everywhere).captured
+        if any(not own.numel() for own in reached.values()):
+            raise UnsupportedModel(
+                f"route: {self.name} ({type(self.model).__name__}) has a patched forward that goes round the layers "
+                "that the route would bypass; take the patch off, or decode without a route"
+            )
 
     def new_cache(self) -> SlotCache:
         return SlotCache(self.num_layers, self.device)
@@ -149,7 +156,7 @@ class TransformersModel:
         layers = self.model.get_submodule(self._layers_path)
         hook = next(layers.children()).register_forward_hook(self._note_layer_output)
         try:
-            plain = plain_logits(self.name, self.model, self.vocab_size)
+            plain = plain_logits(self.name, self.model, self.vocab_size, self.max_positions)
             probe(self, self.model, plain)
         finally:
             hook.remove()

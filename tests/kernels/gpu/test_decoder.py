@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, ab
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@settings(STABLE, max_examples=4 if INTERPRETED else 3)  # each has kernels of its own to compile
+@settings(STABLE, max_examples=2 if INTERPRETED else 3)  # each has kernels of its own to compile
 @given(config=configs(), seed=st.integers(0, 2**20))
 def test_the_decoder(dtype, config, seed):
     check_decoder("triton", config, dtype, seed, prompts=(0, 1, 3, 40, 70), device=DEVICE)

@@ -117,7 +117,7 @@ def test_what_graphs_replay_is_what_runs_without_them():
 def test_the_loop_on_it_gives_the_tokens_of_the_reference(family):
     module = tiny(family).to(DEVICE)
     prompts = [[3, 14, 15, 92, 65], [3, 14, 3, 14, 3, 14]]
-    settings = {"max_new_tokens": 10, "eos_token_ids": []}
+    settings = {"max_new_tokens": 6, "eos_token_ids": []}
     speculation = viasd.Speculation(adaptive=False, gamma=3)
     results = [
         viasd.load(SkipModel(module, impl=impl), drafter="self", route="default", speculation=speculation).generate(
