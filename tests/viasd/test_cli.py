@@ -269,8 +269,6 @@ def measurement(tokens_per_second: float, num_full_passes: int, tokens: list[int
         num_full_passes=num_full_passes,
         num_slim_passes=4,
         decode_ms=1e3 * len(tokens) / tokens_per_second,
-        slim_ms=2.0,
-        full_ms=float(num_full_passes),
     )
     return demo_report.Measurement("way", [Result([1], tokens=tokens, stats=stats)])
 
@@ -278,11 +276,16 @@ def measurement(tokens_per_second: float, num_full_passes: int, tokens: list[int
 def test_demo_says_what_pays() -> None:
     tokens = list(range(12))
     plain, two, three = measurement(10.0, 12, tokens), measurement(15.0, 8, tokens), measurement(6.0, 6, tokens)
-    drafter, slim = demo_report.verdicts(plain, two, three)
+    drafter, slim = demo_report.verdicts(plain, two, three, 0.5)
     assert drafter == "The drafter pays here: 1.50 times the speed of plain decoding."
     assert slim.startswith("The slim tier does not pay here: 0.40 times the speed of two tiers.")
-    assert "takes 0.50 of a full pass's time, and 4 of them brought the full passes from 8 to 6." in slim
-    assert "makes no difference" in next(demo_report.verdicts(plain, plain, three))
+    assert (
+        "takes 0.50 of the time of a full pass of as many rows, and 4 of them brought the full passes from 8 to 6."
+        in slim
+    )
+    assert "makes no difference" in next(demo_report.verdicts(plain, plain, three, 0.5))
+    assert demo_report.fastest([plain, two, three]) == "Fastest here: way, 15.0 tokens/s, 1.50 times plain."
+    assert demo_report.fastest([plain, three]) == "Fastest here: plain decoding, 10.0 tokens/s."
     assert plain.num_same(two) == 1
     assert plain.num_same(measurement(10.0, 12, [*tokens[:-1], 99])) == 0
 

@@ -8,7 +8,7 @@ import tables
 import viasd
 from tables import DRAFT, SLIM, TableModel
 from viasd import DecodeRun, ModelDrafter, PromptLookup, SelfDrafter, Speculation, language_model
-from viasd.decode import Costs, measure_costs
+from viasd.decode import Costs, draft_length, measure_costs, slim_cost
 from viasd.decode.draft_length import PATIENCE, DraftLength
 
 FREE_ROWS = Costs((1, 16), (1.0, 1.0))
@@ -264,3 +264,16 @@ def test_given_costs_are_kept():
     lm = viasd.LanguageModel(model, drafter=SelfDrafter(model, DRAFT), costs=ROW_BY_ROW)
     assert lm.generate([0, 1], max_new_tokens=20).stats.num_draft_passes == 0
     assert lm.costs is ROW_BY_ROW
+
+
+def test_a_slim_pass_is_timed_beside_a_full_pass_of_as_many_rows(monkeypatch):
+    """A clock that only passes move: one on the route takes 3 per row, a full one 4 per row."""
+    model, now = TableModel(3, 7), [0.0]
+
+    def forward(rows, cache, *, route=None, original=model.forward, **options):
+        now[0] += (3.0 if route else 4.0) * len(rows.tokens)
+        return original(rows, cache, route=route, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(draft_length.time, "perf_counter", lambda: now[0])
+    assert slim_cost(model, SLIM) == 0.75

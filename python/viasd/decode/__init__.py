@@ -1,7 +1,7 @@
 """The decode loop."""
 
 from viasd.decode.admission import Admission
-from viasd.decode.draft_length import Costs, measure_costs
+from viasd.decode.draft_length import Costs, measure_costs, slim_cost
 from viasd.decode.gate import Gate
 from viasd.decode.loop import DecodeRun
 from viasd.decode.request import Request, Result, Speculation, Tier, Token, TokenLogprobs
@@ -20,4 +20,5 @@ __all__ = [
     "Token",
     "TokenLogprobs",
     "measure_costs",
+    "slim_cost",
 ]

@@ -102,23 +102,49 @@ class DraftLength:
             self.acceptance[level] += RATE * ((i < num_accepted) - self.acceptance[level])
 
 
+class _Passes:
+    """A short context, and passes after it that can be timed."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.cache = model, model.new_cache()
+        length = min(CONTEXT_TOKENS, model.max_positions // 2)
+        self.tokens = [i % model.vocab_size for i in range(length)]
+        self.slots: list[int] = []
+        prefill(model, self.cache, [(self.tokens[:-1], self.slots)])
+
+    def fits(self, num_rows: int) -> bool:
+        return len(self.tokens) + num_rows <= self.model.max_positions
+
+    def verify(self, num_rows: int, route: Route | None) -> None:
+        own = self.cache.pool.take(num_rows)
+        first = len(self.tokens) - 1
+        rows = Rows(self.tokens[-1:] * num_rows, range(first, first + num_rows), [0, num_rows], own, [self.slots])
+        self.model.forward(rows, self.cache, route=route).logits[0, 0].item()  # waits for the device
+        self.cache.pool.give(own)
+
+
+def slim_cost(model: Model, route: Route, num_rows: int = 8, pairs: int = 9) -> float:
+    """Time of a pass on the route relative to a full pass of as many rows: the median of pairs, one after the other."""
+    passes = _Passes(model)
+    num_rows = num_rows if passes.fits(num_rows) else 1
+
+    def seconds(route: Route | None) -> float:
+        started = time.perf_counter()
+        passes.verify(num_rows, route)
+        return time.perf_counter() - started
+
+    for own in (route, None):
+        seconds(own)  # the first ones may compile or allocate
+    return statistics.median(seconds(route) / seconds(None) for _ in range(pairs))
+
+
 def measure_costs(model: Model, drafter: Drafter, route: Route | None = None) -> Costs:
     """Time a few passes of the first verifier (the slim tier where there is a route) and a few drafts."""
-    cache = model.new_cache()
-    length = min(CONTEXT_TOKENS, model.max_positions // 2)
-    tokens = [i % model.vocab_size for i in range(length)]
-    slots: list[int] = []
-    prefill(model, cache, [(tokens[:-1], slots)])
-    sizes = [rows for rows in ROWS if length + rows <= model.max_positions] or [1]
-
-    def verify(num_rows: int) -> None:
-        own = cache.pool.take(num_rows)
-        positions = range(length - 1, length - 1 + num_rows)
-        rows = Rows(tokens[-1:] * num_rows, positions, [0, num_rows], own, [slots])
-        model.forward(rows, cache, route=route).logits[0, 0].item()  # waits for the device
-        cache.pool.give(own)
-
-    verify_ms = [_median_ms(lambda size=size: verify(size)) for size in sizes]  # type: ignore[misc]
+    passes = _Passes(model)
+    cache, tokens, slots = passes.cache, passes.tokens, passes.slots
+    length = len(tokens)
+    sizes = [rows for rows in ROWS if passes.fits(rows)] or [1]
+    verify_ms = [_median_ms(lambda size=size: passes.verify(size, route)) for size in sizes]  # type: ignore[misc]
     own_drafter, num_drafted = drafter.start(), min(4, model.max_positions - length)
 
     def draw(indices: Sequence[int], logits: Any, drafted: Any) -> tuple[list[int], Any]:

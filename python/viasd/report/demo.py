@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from viasd.decode import Result, Tier, Token
+from viasd.decode import Result, Tier, Token, slim_cost
 from viasd.drafters import Drafter
 from viasd.language_model import LanguageModel
 from viasd.report.terminal import Report, bypass_words, legend, plain_table, tiered_text
@@ -42,12 +42,6 @@ class Measurement:
     @property
     def tokens_per_full_pass(self) -> float:
         return self.total("num_tokens") / max(self.total("num_full_passes"), 1)
-
-    @property
-    def slim_cost(self) -> float:
-        """Time of a slim pass relative to a full pass; both verify several rows."""
-        slim_ms = self.total("slim_ms") / max(self.total("num_slim_passes"), 1)
-        return slim_ms * self.total("num_full_passes") / max(self.total("full_ms"), 1e-9)
 
     def num_same(self, other: Measurement) -> int:
         """How many prompts got the same tokens in both."""
@@ -100,10 +94,11 @@ def chat(lm: LanguageModel, prompt: str) -> str | list[dict[str, str]]:
 
 
 def show(console: Console, lm: LanguageModel, prompts: Sequence[str], measurements: Sequence[Measurement]) -> None:
-    """The text of three tiers in their colours, the legend, the table, and what paid."""
+    """What pays here, the text of three tiers in their colours, the legend, the table, and why."""
     plain, two_tiers, three_tiers = measurements
     drafter = lm.drafter.name if lm.drafter else "nothing"
     console.print(f"{lm.name} on {lm.model.device}, greedy, {len(prompts)} prompts.")
+    console.print(fastest(measurements), style="bold")
     console.print(f"Two tiers: {drafter} drafts, the full model checks.")
     if lm.route:
         console.print(f"Three tiers (shown): a slim tier, which {bypass_words(lm.route)}, checks in between.")
@@ -117,8 +112,17 @@ def show(console: Console, lm: LanguageModel, prompts: Sequence[str], measuremen
     console.print()
     console.print(comparison(measurements))
     console.print()
-    for sentence in verdicts(plain, two_tiers, three_tiers):
+    for sentence in verdicts(plain, two_tiers, three_tiers, slim_cost(lm.model, lm.route) if lm.route else 1.0):
         console.print(sentence)
+
+
+def fastest(measurements: Sequence[Measurement]) -> str:
+    """Which way won on this machine, in a sentence; plain decoding comes first."""
+    plain, best = measurements[0], max(measurements, key=lambda own: own.tokens_per_second)
+    speed = f"{best.tokens_per_second:.1f} tokens/s"
+    if best is plain:
+        return f"Fastest here: plain decoding, {speed}."
+    return f"Fastest here: {best.name}, {speed}, {best.tokens_per_second / plain.tokens_per_second:.2f} times plain."
 
 
 def comparison(measurements: Sequence[Measurement]) -> Table:
@@ -143,16 +147,22 @@ def comparison(measurements: Sequence[Measurement]) -> Table:
     return table
 
 
-def verdicts(plain: Measurement, two_tiers: Measurement, three_tiers: Measurement) -> Iterator[str]:
-    """Whether the drafter pays, then whether the slim tier pays on top of it, in sentences, from what was measured."""
+def verdicts(
+    plain: Measurement, two_tiers: Measurement, three_tiers: Measurement, slim_pass_cost: float
+) -> Iterator[str]:
+    """Whether the drafter pays, then whether the slim tier pays on top of it, in sentences, from what was measured.
+
+    ``slim_pass_cost``: time of a slim pass relative to a full pass of as many rows.
+    """
     drafter_gain = two_tiers.tokens_per_second / plain.tokens_per_second
     yield f"The drafter {_pays(drafter_gain)} here: {drafter_gain:.2f} times the speed of plain decoding."
     slim_gain = three_tiers.tokens_per_second / two_tiers.tokens_per_second
     full_passes = [f"{measurement.total('num_full_passes'):.0f}" for measurement in (two_tiers, three_tiers)]
     yield (
         f"The slim tier {_pays(slim_gain)} here: {slim_gain:.2f} times the speed of two tiers. A slim pass takes "
-        f"{three_tiers.slim_cost:.2f} of a full pass's time, and {three_tiers.total('num_slim_passes'):.0f} of them "
-        f"brought the full passes from {full_passes[0]} to {full_passes[1]}."
+        f"{slim_pass_cost:.2f} of the time of a full pass of as many rows, and "
+        f"{three_tiers.total('num_slim_passes'):.0f} of them brought the full passes from {full_passes[0]} to "
+        f"{full_passes[1]}."
     )
 
 
