@@ -1,7 +1,9 @@
-// What the walks of chains and trees call `laws`, for a team of threads: target and proposal at the row under judgement.
-// Rows are read once each; only a rejection in a tree writes weights down, into memory that the caller gives.
+// What the walks of chains and trees call `laws`, for a team of threads: target and proposal at the row under
+// judgement. Rows are read once each; only a rejection in a tree writes weights down, into memory that the caller
+// gives.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -30,7 +32,7 @@ class TeamRow {
     // The highest logit and the sum of the weights. 0, or a fatal status: NaN or +inf in the row, or all of it -inf.
     HOST_DEVICE int32_t open(int64_t row, float temperature) {
         select(row);
-        inverse_temperature_ = 1 / temperature;
+        inverse_temperature_ = 1 / fmaxf(temperature, FLT_MIN);  // finite, as 0 times infinity is no weight
         float highest = -infinity(), sum = 0;
         int32_t broken = 0;
         visit_row(team_, row_, logits_.width, [&](int64_t, float x) {

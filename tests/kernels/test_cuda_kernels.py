@@ -52,6 +52,20 @@ def test_accept_chain_on_wide_strided_rows_of_two_dtypes(on_host_team) -> None:
     assert same_chains(expected, run_chain(batch, "native")).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
+def test_temperatures_whose_inverse_is_no_number(on_host_team, temperature: float) -> None:
+    batch = random_chains(7, torch.float32, 300, 37)
+    batch["temperature"] = torch.full((300,), temperature)
+    assert same_chains(run_chain(batch, "reference"), run_chain(batch, "native")).all()
+    for proposal in RULES:
+        (tree, tokens, full, coins, row_start), options = random_batch(6, torch.float32, proposal, 100, 37)
+        options |= {"temperature": torch.full((100,), temperature), "check": False}
+        verdicts = [
+            verify_tree(tree, tokens, full, coins, row_start, impl=impl, **options) for impl in ("reference", "native")
+        ]
+        assert same_trees(*verdicts, row_start).all()
+
+
 @pytest.mark.parametrize("proposal", RULES)
 @by_dtype
 def test_verify_tree_equals_the_reference(on_host_team, dtype: torch.dtype, proposal: str) -> None:

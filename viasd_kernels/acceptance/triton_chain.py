@@ -18,6 +18,7 @@ from .triton_rows import (
     TARGET_NOT_FINITE,
     TOKEN_OUT_OF_RANGE,
     draw_part,
+    inverse,
     probs,
     residual,
     row_law,
@@ -56,7 +57,7 @@ def chain_partials_kernel(
         starts_before = tl.load(row_start_ptr + middle) <= row
         low, high = tl.where(starts_before, middle, low), tl.where(starts_before, high, middle)
     temperature = tl.load(temperature_ptr + low).to(tl.float32)
-    scale = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)
+    scale = inverse(temperature)
     start = split * part
     peak, where, total = row_law(
         target_ptr + row * target_stride, start, tl.minimum(start + part, target_width), scale, BLOCK
@@ -120,7 +121,7 @@ def chain_walk_kernel(
     first, end = tl.load(row_start_ptr + b), tl.load(row_start_ptr + b + 1)
     temperature = tl.load(temperature_ptr + b).to(tl.float32)
     greedy = temperature == 0.0
-    scale = 1.0 / tl.where(greedy, 1.0, temperature)
+    scale = inverse(temperature)
     status = tl.full((), 0, tl.int32)
     row = first
     rejected = tl.full((), -1, tl.int64)
@@ -234,7 +235,7 @@ def chain_draw_kernel(
         row, rejected = tl.load(final_ptr + b * 2), tl.load(final_ptr + b * 2 + 1)
         target_ptr += row * target_stride
         draft_ptr += row * draft_stride
-        scale = 1.0 / tl.load(temperature_ptr + b).to(tl.float32)
+        scale = inverse(tl.load(temperature_ptr + b).to(tl.float32))
         laws_ptr += b * 4
         laws = (tl.load(laws_ptr), tl.load(laws_ptr + 1), tl.load(laws_ptr + 2), tl.load(laws_ptr + 3))
         splits = tl.arange(0, SPLITS)

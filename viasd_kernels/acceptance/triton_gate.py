@@ -6,7 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_rows import DRAFT_INVALID, NEG_INF, TOKEN_OUT_OF_RANGE, draw_row, row_law, row_options, target_finding
+from .triton_rows import (
+    DRAFT_INVALID,
+    NEG_INF,
+    TOKEN_OUT_OF_RANGE,
+    draw_row,
+    inverse,
+    row_law,
+    row_options,
+    target_finding,
+)
 from .triton_stats import acceptance_stats
 
 
@@ -40,7 +49,7 @@ def gate_walk_kernel(
     first, end = tl.load(row_start_ptr + b), tl.load(row_start_ptr + b + 1)
     temperature = tl.load(temperature_ptr + b).to(tl.float32)
     greedy = temperature == 0.0
-    scale = 1.0 / tl.where(greedy, 1.0, temperature)
+    scale = inverse(temperature)
     accept, escalate = tl.load(accept_ptr + b).to(tl.float32), tl.load(escalate_ptr + b).to(tl.float32)
     status = tl.full((), 0, tl.int32)
     emitted = tl.full((), 0, tl.int32)

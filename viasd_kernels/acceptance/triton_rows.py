@@ -24,6 +24,12 @@ RESIDUAL_EMPTY = tl.constexpr(32)
 
 
 @triton.jit
+def inverse(temperature):
+    """1 / temperature; 0 counts as 1, and what is below the smallest normal number as that: the result is finite."""
+    return 1.0 / tl.maximum(tl.where(temperature == 0.0, 1.0, temperature), 1.1754944e-38)
+
+
+@triton.jit
 def weighted(weight, value):
     """weight * value with 0 * anything = 0; a NaN weight stays NaN."""
     return tl.where(weight == 0.0, 0.0, weight * value)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .op import empty_stats
-from .triton_rows import log_weights, row_law, row_options, weighted
+from .triton_rows import inverse, log_weights, row_law, row_options, weighted
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def acceptance_stats_kernel(
     draft_ptr += row * draft_stride
     target_ptr += row * target_stride
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
-    scale = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)
+    scale = inverse(temperature)
     draft_peak, draft_total = tl.full((), float("nan"), tl.float32), tl.full((), 1.0, tl.float32)
     if HAS_DRAFT:
         draft_peak, _, draft_total = row_law(draft_ptr, 0, draft_width, scale, BLOCK)

@@ -16,6 +16,7 @@ from ..acceptance.triton_rows import (
     RESIDUAL_EMPTY,
     TARGET_EMPTY,
     TOKEN_OUT_OF_RANGE,
+    inverse,
     log_weights,
     probs,
     row_law,
@@ -230,7 +231,7 @@ def verify_tree_kernel(
     next_token = tl.full((), -1, tl.int64)
     temperature = tl.load(temperature_ptr + b).to(tl.float32)
     sampled = temperature > 0.0
-    scale = 1.0 / tl.where(sampled, temperature, 1.0)
+    scale = inverse(temperature)
     path_ptr += first
     tree = (depth_ptr + first, first_child_ptr + first, next_sibling_ptr + first, tokens_ptr + first)
     if HAS_TARGET:

@@ -140,6 +140,26 @@ def test_masked_tokens_are_never_emitted_at_any_coin(coin):
             assert (token == -1) == (row_start[b] == row_start[b + 1] or bool(got.status[b] & 7))
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45])
+@by_kernels
+def test_temperatures_whose_inverse_is_no_number(impl, temperature):
+    for seed in range(4):
+        tokens, target, draft, uniforms, row_start, _ = chains(seed, 7)
+        options = {"temperature": torch.full((4,), temperature), "check": False}
+        for own in (None, draft):
+            got, expected = (
+                accept_chain(tokens, target, uniforms, row_start, impl=way, draft_logits=own, **options)
+                for way in (impl, "reference")
+            )
+            assert same(got, expected)
+        if impl == "triton":
+            options["gate"] = Gate("ratio", torch.full((4,), 0.6), torch.full((4,), 0.3))
+            got, expected = (
+                gate_tiers(tokens, target, uniforms, row_start, impl=way, **options) for way in (impl, "reference")
+            )
+            assert same(got[:-1], expected[:-1])
+
+
 def test_one_row_each_and_no_rows():
     target = torch.randn(3, 50, generator=generator(0))
     row_start = torch.arange(4)

@@ -278,6 +278,18 @@ def test_masked_tokens_are_never_emitted_at_any_coin(impl, coin, proposal):
                 assert row_start[b] == row_start[b + 1] or verdict.status[b] & 7
 
 
+@pytest.mark.parametrize("proposal", RULES)
+@by_kernels
+def test_verify_tree_at_temperatures_whose_inverse_is_no_number(impl, proposal):
+    for seed in range(3):
+        (tree, tokens, full, coins, row_start), options = trees(seed, 7, proposal)
+        options["temperature"] = torch.full_like(options["temperature"], 1e-39)
+        got, expected = (
+            verify_tree(tree, tokens, full, coins, row_start, impl=way, **options) for way in (impl, "reference")
+        )
+        assert same(got, expected)
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @by_kernels
 def test_verify_tree_of_half_precision(impl, dtype):
