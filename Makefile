@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(SUPPORTED)' 2>/dev/null &
 fail = { echo "error: $(1)" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sanitize bench clean
+.PHONY: help demo lint test test-all sanitize bench clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,17 +21,20 @@ help:  ## list what can be made
 demo: $(VENV)/.demo  ## set up, then decode with the embedded model, every token coloured by the tier that decided it
 	$(BIN)/viasd demo
 
+lint: $(VENV)/.dev  ## check rules, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check --diff --quiet
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests/kernels -name '*.cpp' -o -name '*.h' -o -name '*.inc' \
+	    -o -name '*.cu' -o -name '*.cuh')
+	$(BIN)/mypy
+
 # A core each, and no more than the machine's memory takes.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-test: $(VENV)/.dev  ## set up, then lint, types, and every test but the long forms
-	$(BIN)/ruff check
-	$(BIN)/mypy
+test: lint  ## set up, then lint, types, and every test but the long forms
 	$(BIN)/python -m pytest $(PARALLEL) -m "not full"
 
-test-all: $(VENV)/.dev  ## the same with the long forms (the tests marked `full`)
-	$(BIN)/ruff check
-	$(BIN)/mypy
+test-all: lint  ## the same with the long forms (the tests marked `full`)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # A copy of the packages, built apart; pytest by its own name, as `python -m pytest` would import the packages from here.

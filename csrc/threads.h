@@ -42,7 +42,8 @@ struct ThreadSplit {
 };
 
 inline ThreadSplit share_threads(int num_threads, int64_t num_items, int64_t num_rows, int64_t width) {
-    constexpr int64_t WORTH_A_THREAD = 131072;  // numbers to read; with fewer, waking a thread takes longer than working
+    constexpr int64_t WORTH_A_THREAD =
+        131072;  // numbers to read; with fewer, waking a thread takes longer than working
     const int64_t useful = std::min<int64_t>(num_threads, num_rows * width / WORTH_A_THREAD);
     const int over_items = static_cast<int>(std::min(useful, num_items));
     const int within_row = static_cast<int>(std::min(useful, width / WORTH_A_THREAD));

@@ -1,7 +1,7 @@
+#include "binding.h"
 #include "acceptance/accept_chain_cpu.h"
 #include "acceptance/acceptance_stats_cpu.h"
 #include "acceptance/gate_tiers_cpu.h"
-#include "binding.h"
 
 namespace py = pybind11;
 
@@ -21,8 +21,11 @@ void accept_chain(Address row_tokens, Address uniforms, Address row_start, Addre
 void acceptance_stats(const Matrix& draft_logits, const Matrix& target_logits, Address tokens, Address temperature,
                       int64_t num_rows, double alpha, double beta, bool undershoot, Address stats,
                       Address target_argmax, int num_threads) {
-    acceptance_stats_cpu({logit_matrix(draft_logits), logit_matrix(target_logits), at<const int64_t>(tokens),
-                          at<const double>(temperature), {alpha, beta, undershoot}},
+    acceptance_stats_cpu({logit_matrix(draft_logits),
+                          logit_matrix(target_logits),
+                          at<const int64_t>(tokens),
+                          at<const double>(temperature),
+                          {alpha, beta, undershoot}},
                          {at<void>(stats), at<int32_t>(target_argmax), num_rows}, num_threads);
 }
 
@@ -33,10 +36,13 @@ void gate_tiers(Address row_tokens, Address uniforms, Address row_start, Address
                 int num_threads) {
     gate_tiers_cpu({at<const int64_t>(row_tokens), at<const double>(uniforms), at<const int64_t>(row_start),
                     at<const double>(accept), at<const double>(escalate), at<const double>(temperature), num_sequences,
-                    num_rows, static_cast<Criterion>(criterion), logit_matrix(slim_logits),
-                    logit_matrix(draft_logits)},
-                   {at<int32_t>(tokens), at<int8_t>(regions), at<int32_t>(num_emitted), at<bool>(escalate_flags),
-                    at<int32_t>(status), {at<void>(stats), at<int32_t>(target_argmax), num_rows}},
+                    num_rows, static_cast<Criterion>(criterion), logit_matrix(slim_logits), logit_matrix(draft_logits)},
+                   {at<int32_t>(tokens),
+                    at<int8_t>(regions),
+                    at<int32_t>(num_emitted),
+                    at<bool>(escalate_flags),
+                    at<int32_t>(status),
+                    {at<void>(stats), at<int32_t>(target_argmax), num_rows}},
                    num_threads);
 }
 

@@ -149,8 +149,7 @@ class PairStats {
         stats.value[STAT_KL_DRAFT_TARGET] = static_cast<Real>(sum[SUM_KL_DRAFT_TARGET] * of_draft);
         stats.value[STAT_KL_TARGET_DRAFT] = static_cast<Real>(sum[SUM_KL_TARGET_DRAFT] * of_target);
         stats.value[STAT_TV] = static_cast<Real>(sum[SUM_DIFFERENCE] * of_draft / 2);
-        stats.value[STAT_COST] =
-            static_cast<Real>(sum[SUM_COST_DRAFT] * of_draft + sum[SUM_COST_TARGET] * of_target);
+        stats.value[STAT_COST] = static_cast<Real>(sum[SUM_COST_DRAFT] * of_draft + sum[SUM_COST_TARGET] * of_target);
         stats.value[STAT_DRAFT_ENTROPY] = entropy_of(draft_, sum[SUM_DRAFT_LOGITS]);
         stats.value[STAT_TARGET_ENTROPY] = entropy_of(target_, sum[SUM_TARGET_LOGITS]);
     }

@@ -134,8 +134,8 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("draft_logits"), py::arg("weights"), py::arg("num_accepted"), py::arg("next_token"),
           py::arg("status"), py::arg("place"));
     m.def("build_tree", &build_tree, NoGil(), py::kw_only(), py::arg("parents"), py::arg("row_start"),
-          py::arg("num_sequences"), py::arg("max_rows"), py::arg("ancestors"), py::arg("depth"),
-          py::arg("first_child"), py::arg("next_sibling"), py::arg("place"));
+          py::arg("num_sequences"), py::arg("max_rows"), py::arg("ancestors"), py::arg("depth"), py::arg("first_child"),
+          py::arg("next_sibling"), py::arg("place"));
     m.def("verify_tree", &verify_tree, NoGil(), py::kw_only(), py::arg("depth"), py::arg("first_child"),
           py::arg("next_sibling"), py::arg("row_tokens"), py::arg("full_argmax"), py::arg("uniforms"),
           py::arg("row_start"), py::arg("temperature"), py::arg("num_sequences"), py::arg("full_logits"),

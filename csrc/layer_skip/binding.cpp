@@ -85,16 +85,16 @@ const T* address(const py::dict& from, const char* name) {
 
 Linear linear(const py::dict& from, const char* name) {
     const py::dict own = from[name];
-    return {static_cast<Coding>(field<int32_t>(own, "coding")), address<void>(own, "panels"), address<float>(own, "bias"), field<int64_t>(own, "outputs"),
-            field<int64_t>(own, "depth")};
+    return {static_cast<Coding>(field<int32_t>(own, "coding")), address<void>(own, "panels"),
+            address<float>(own, "bias"), field<int64_t>(own, "outputs"), field<int64_t>(own, "depth")};
 }
 
 std::unique_ptr<Decoder> make_decoder(const py::dict& model, const py::list& layers, const py::list& ropes) {
     DecoderModel out = {};
     out.element = static_cast<Element>(field<int32_t>(model, "element"));
-    out.sizes = {field<int64_t>(model, "vocab_size"), field<int64_t>(model, "hidden_size"),
+    out.sizes = {field<int64_t>(model, "vocab_size"),        field<int64_t>(model, "hidden_size"),
                  field<int64_t>(model, "intermediate_size"), field<int64_t>(model, "num_heads"),
-                 field<int64_t>(model, "num_kv_heads"), field<int64_t>(model, "head_dim")};
+                 field<int64_t>(model, "num_kv_heads"),      field<int64_t>(model, "head_dim")};
     out.activation = static_cast<Activation>(field<int32_t>(model, "activation"));
     out.eps = field<float>(model, "eps");
     out.score_scale = field<float>(model, "score_scale");

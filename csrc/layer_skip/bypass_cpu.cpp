@@ -93,8 +93,8 @@ void bypass_linear_cpu(const BypassLinear& op) {
                 kernels.pack(op.element, rows, op.depth, panels + p * PANEL * op.depth);
             }
             for (int64_t b = 0; b < x.blocks.num_blocks(); ++b) {
-                kernels.multiply(Coding::FLOAT32, panels, half_panels * halves, op.depth, x.block(b),
-                                 x.blocks.size(b), tile + x.blocks.begin(b) * TILE, TILE, false);
+                kernels.multiply(Coding::FLOAT32, panels, half_panels * halves, op.depth, x.block(b), x.blocks.size(b),
+                                 tile + x.blocks.begin(b) * TILE, TILE, false);
             }
             for (int64_t i = 0; i < num_kept; ++i) {
                 float* values = tile + i * TILE;

@@ -100,11 +100,16 @@ struct Decoder::Pass {
 };
 
 Decoder::Pass::Pass(const DecoderModel& model, const DecoderStep& step, Workspace& memory)
-    : model_(model), step_(step), memory_(memory), kernels_(panel_kernels()),
-      unit_(model.element == Element::BFLOAT16 ? matrix_unit() : nullptr), sizes_(model.sizes),
-      shape_{model.element, sizes_.num_kv_heads, sizes_.num_heads / sizes_.num_kv_heads, sizes_.head_dim,
-             model.score_scale, model.attention_soft_cap},
-      qkv_width_(round_up(model.layers[0].qkv.outputs, PANEL)), inner_width_(round_up(sizes_.intermediate, PANEL)) {
+    : model_(model),
+      step_(step),
+      memory_(memory),
+      kernels_(panel_kernels()),
+      unit_(model.element == Element::BFLOAT16 ? matrix_unit() : nullptr),
+      sizes_(model.sizes),
+      shape_{model.element,   sizes_.num_kv_heads, sizes_.num_heads / sizes_.num_kv_heads,
+             sizes_.head_dim, model.score_scale,   model.attention_soft_cap},
+      qkv_width_(round_up(model.layers[0].qkv.outputs, PANEL)),
+      inner_width_(round_up(sizes_.intermediate, PANEL)) {
     check_bounds();
     build_trees();
     for (int64_t layer = 0; layer < static_cast<int64_t>(model.layers.size()); ++layer) {
@@ -115,8 +120,7 @@ Decoder::Pass::Pass(const DecoderModel& model, const DecoderStep& step, Workspac
 
 void Decoder::Pass::check_bounds() const {
     require_row_start(step_.row_start, step_.num_sequences, step_.num_rows);
-    require_slots(step_.slots, step_.max_len, step_.context_len, step_.row_start, step_.num_sequences,
-                  step_.num_slots);
+    require_slots(step_.slots, step_.max_len, step_.context_len, step_.row_start, step_.num_sequences, step_.num_slots);
     for (int64_t i = 0; step_.logits_rows && i < step_.num_logits; ++i) {
         if (step_.logits_rows[i] < 0 || step_.logits_rows[i] >= step_.num_rows) {
             throw std::invalid_argument("logits_rows must be in [0, R)");
@@ -279,7 +283,7 @@ void Decoder::Pass::attention(int64_t index, const RowSet& set, int member, Team
     const PackedRows normed = norm_rows(set, layer.attention_norm, layer.qkv, member, team);
     team.barrier();
     multiply_linear(kernels_, layer.qkv, normed, member, team, scratch(member), 1,
-                     [&](int64_t first, int64_t count, const float* tile) {
+                    [&](int64_t first, int64_t count, const float* tile) {
                         for (int64_t i = 0; i < num_rows; ++i) {
                             std::copy_n(tile + i * TILE, count, qkv_ + i * qkv_width_ + first);
                         }
@@ -362,11 +366,10 @@ void Decoder::Pass::mlp(int64_t index, const RowSet& set, int member, Team& team
     const PackedRows normed = norm_rows(set, layer.mlp_norm, layer.gate_up, member, team);
     team.barrier();
     const PackedRows inner = layer.mlp_out.inputs(inner_, set.blocks, unit_);
-    const auto activate =
-        model_.activation == Activation::SILU_MUL ? kernels_.silu_mul : kernels_.gelu_tanh_mul;
+    const auto activate = model_.activation == Activation::SILU_MUL ? kernels_.silu_mul : kernels_.gelu_tanh_mul;
     float* values = own.row.floats(0);
     multiply_linear(kernels_, layer.gate_up, normed, member, team, scratch(member), 2,
-                     [&](int64_t first, int64_t count, const float* tile) {
+                    [&](int64_t first, int64_t count, const float* tile) {
                         for (int64_t i = 0; i < inner.blocks.num_rows(); ++i) {
                             for (int64_t j = 0; j < count; j += 2 * PANEL) {
                                 const float* gate = tile + i * TILE + j;
@@ -401,8 +404,7 @@ void Decoder::Pass::finish(int member, Team& team) {
         kernels_.narrow(normed, width, model_.element, static_cast<char*>(step_.hidden) + row * width * bytes);
     }
     if (step_.num_logits == 0) return;
-    const PackedRows scored =
-        model_.head.inputs(packed_, RowBlocks(step_.num_logits, kernels_.max_block_rows), unit_);
+    const PackedRows scored = model_.head.inputs(packed_, RowBlocks(step_.num_logits, kernels_.max_block_rows), unit_);
     const Share wanted = share(step_.num_logits, member, team.size);
     for (int64_t i = wanted.begin; i < wanted.end; ++i) {
         const int64_t row = step_.logits_rows ? step_.logits_rows[i] : i;

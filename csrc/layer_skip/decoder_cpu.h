@@ -59,11 +59,11 @@ struct Capture {
 
 struct DecoderStep {
     int64_t num_rows, num_sequences;
-    const int64_t* tokens;       // [R]; ids outside [0, V) enter as zeros
-    const int64_t* positions;    // [R]
-    const int64_t* row_start;    // [B + 1]
-    const int64_t* parents;      // [R]; null: chains
-    const int32_t* slots;        // [B, max_len]
+    const int64_t* tokens;     // [R]; ids outside [0, V) enter as zeros
+    const int64_t* positions;  // [R]
+    const int64_t* row_start;  // [B + 1]
+    const int64_t* parents;    // [R]; null: chains
+    const int32_t* slots;      // [B, max_len]
     int64_t max_len;
     const int64_t* context_len;  // [B]
     void* keys;                  // [L, num_slots, H_kv, Dh]

@@ -12,8 +12,8 @@
 
 namespace viasd {
 
-constexpr int64_t UNIT_ROWS = 16;    // rows of a tile
-constexpr int64_t UNIT_INPUTS = 32;  // inputs of a tile
+constexpr int64_t UNIT_ROWS = 16;                           // rows of a tile
+constexpr int64_t UNIT_INPUTS = 32;                         // inputs of a tile
 constexpr int64_t UNIT_TILE = UNIT_ROWS * UNIT_INPUTS * 2;  // bytes
 
 // Floats that hold `num_rows` rows in either form, in whole tiles.

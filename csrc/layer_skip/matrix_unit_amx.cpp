@@ -32,8 +32,8 @@ void end() { _tile_release(); }
 
 void put(float* tiles, int64_t width, int64_t row, int64_t first, const float* values, int64_t count) {
     const int64_t num_tiles = round_up(width, UNIT_INPUTS) / UNIT_INPUTS;
-    char* base = reinterpret_cast<char*>(tiles) + row / UNIT_ROWS * num_tiles * UNIT_TILE +
-                 row % UNIT_ROWS * UNIT_INPUTS * 2;
+    char* base =
+        reinterpret_cast<char*>(tiles) + row / UNIT_ROWS * num_tiles * UNIT_TILE + row % UNIT_ROWS * UNIT_INPUTS * 2;
     const int64_t end = first + count;
     for (int64_t k = first; k < end;) {
         const int64_t offset = k % UNIT_INPUTS, inside = UNIT_INPUTS - offset < 16 ? UNIT_INPUTS - offset : 16;
@@ -62,8 +62,10 @@ void shorten(const float* panel, int64_t depth, void* out) {
 class Weights {
   public:
     Weights(const void* panels, int64_t num_panels, int64_t depth)
-        : panels_(static_cast<const char*>(panels)), stride_(panel_bytes(Coding::BFLOAT16, depth)),
-          last_panel_(num_panels - 1), num_whole_(depth / UNIT_INPUTS) {
+        : panels_(static_cast<const char*>(panels)),
+          stride_(panel_bytes(Coding::BFLOAT16, depth)),
+          last_panel_(num_panels - 1),
+          num_whole_(depth / UNIT_INPUTS) {
         const int64_t whole = num_whole_ * UNIT_TILE;
         for (int64_t p = 0; p < num_panels && whole < stride_; ++p) {
             __builtin_memcpy(last_[p], panels_ + p * stride_ + whole, stride_ - whole);

@@ -1,4 +1,5 @@
-// Rows of activations in the form that PanelKernels::multiply or MatrixUnit::multiply reads, and linear layers over them.
+// Rows of activations in the form that PanelKernels::multiply or MatrixUnit::multiply reads, and linear layers over
+// them.
 #pragma once
 
 #include <algorithm>
@@ -77,9 +78,7 @@ struct LinearScratch {
     }
 
     // Floats of `panels`.
-    static int64_t panels_size(int64_t depth) {
-        return group(depth, 2) * panel_bytes(Coding::FLOAT32, depth) / 4;
-    }
+    static int64_t panels_size(int64_t depth) { return group(depth, 2) * panel_bytes(Coding::FLOAT32, depth) / 4; }
 };
 
 // This member's outputs of a linear layer, tile by tile. `finish(first_output, num_outputs, tile)` gets

@@ -63,8 +63,8 @@ struct PanelKernels {
     void (*unpack)(Coding coding, const void* panel, int64_t depth, float* out);
     void (*shorten)(const float* panel, int64_t depth, void* out);
 
-    // A tile of keys into panels of 16 keys; of values into panels of 16 dimensions, VALUE_PANEL apart, the last one padded
-    // with zeros. The second says whether all values are finite.
+    // A tile of keys into panels of 16 keys; of values into panels of 16 dimensions, VALUE_PANEL apart, the last one
+    // padded with zeros. The second says whether all values are finite.
     void (*keys_to_panels)(Element from, const void* const keys[KEY_TILE], int64_t dim, float* panels);
     bool (*values_to_panels)(Element from, const void* const values[KEY_TILE], int64_t dim, float* panels);
 

@@ -24,8 +24,8 @@ void exp_rows(Address values, Address out, int64_t count, bool is_float64) {
 }  // namespace
 
 void bind_sampling(py::module_& m) {
-    m.def("uniforms", &uniforms, NoGil(), py::arg("seeds"), py::arg("draws"), py::arg("out"),
-          py::arg("num_sequences"), py::arg("num_slots"));
+    m.def("uniforms", &uniforms, NoGil(), py::arg("seeds"), py::arg("draws"), py::arg("out"), py::arg("num_sequences"),
+          py::arg("num_slots"));
     m.def("exp_nonpositive", &exp_rows, NoGil(), py::arg("values"), py::arg("out"), py::arg("count"),
           py::arg("is_float64"), "exp of values <= 0 as the row kernels compute it: its accuracy is tested.");
     m.def("log_positive", &log_positive, py::arg("x"), "log of one number, likewise.");

@@ -15,7 +15,8 @@ inline double exp_nonpositive(double x) {
     return result;
 }
 
-// x > 0; within 2 units in the last place: x = 2^e (1 + s) / (1 - s), log x = e log 2 + 2 (s + s^3 / 3 + s^5 / 5 + ...).
+// x > 0; within 2 units in the last place: x = 2^e (1 + s) / (1 - s), log x = e log 2 + 2 (s + s^3 / 3 + s^5 / 5 +
+// ...).
 inline double log_positive(double x) {
     constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 1.9082149292705878161e-10;
     constexpr int TERMS = 12;  // |s| < 0.172

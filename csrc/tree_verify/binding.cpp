@@ -46,11 +46,10 @@ void compact_kv(const Cache& k, const Cache& v, Address path, Address num_accept
 // (address, slot stride, head stride)
 using Pool = std::tuple<Address, int64_t, int64_t>;
 
-void tree_attention(int32_t element, int64_t num_kv_heads, int64_t group, int64_t head_dim, float scale,
-                    float soft_cap, int64_t num_sequences, int64_t num_rows, Address q, const Pool& keys,
-                    const Pool& values, int64_t num_slots, Address slots, int64_t max_len, Address context_len,
-                    Address row_start, Address ancestors, int64_t num_words, int64_t window, Address out,
-                    int num_threads) {
+void tree_attention(int32_t element, int64_t num_kv_heads, int64_t group, int64_t head_dim, float scale, float soft_cap,
+                    int64_t num_sequences, int64_t num_rows, Address q, const Pool& keys, const Pool& values,
+                    int64_t num_slots, Address slots, int64_t max_len, Address context_len, Address row_start,
+                    Address ancestors, int64_t num_words, int64_t window, Address out, int num_threads) {
     const auto [key_data, key_slot, key_head] = keys;
     const auto [value_data, value_slot, value_head] = values;
     tree_attention_cpu({{static_cast<Element>(element), num_kv_heads, group, head_dim, scale, soft_cap},
@@ -88,9 +87,9 @@ void bind_tree_verify(py::module_& m) {
           py::arg("num_threads"));
     m.def("tree_attention", &tree_attention, NoGil(), py::kw_only(), py::arg("element"), py::arg("num_kv_heads"),
           py::arg("group"), py::arg("head_dim"), py::arg("scale"), py::arg("soft_cap"), py::arg("num_sequences"),
-          py::arg("num_rows"), py::arg("q"), py::arg("keys"), py::arg("values"), py::arg("num_slots"),
-          py::arg("slots"), py::arg("max_len"), py::arg("context_len"), py::arg("row_start"), py::arg("ancestors"),
-          py::arg("num_words"), py::arg("window"), py::arg("out"), py::arg("num_threads"));
+          py::arg("num_rows"), py::arg("q"), py::arg("keys"), py::arg("values"), py::arg("num_slots"), py::arg("slots"),
+          py::arg("max_len"), py::arg("context_len"), py::arg("row_start"), py::arg("ancestors"), py::arg("num_words"),
+          py::arg("window"), py::arg("out"), py::arg("num_threads"));
 }
 
 }  // namespace viasd

@@ -68,9 +68,7 @@ void compact_kv_cpu(const CompactKVInputs& in, const KVCache& k, const KVCache& 
         if (first == in.row_start[b + 1]) return;
         char* rows = cache.data + b * cache.sequence_stride + in.start[b] * cache.position_stride;
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
-            const auto at = [&](int64_t row) {
-                return rows + row * cache.position_stride + piece * cache.head_stride;
-            };
+            const auto at = [&](int64_t row) { return rows + row * cache.position_stride + piece * cache.head_stride; };
             move_rows(in.path + first, in.num_accepted[b] + 1, bytes, at, staging.get() + worker * staging_bytes);
         }
     });

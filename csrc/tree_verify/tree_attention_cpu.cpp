@@ -23,9 +23,7 @@ uint64_t bits_from(const int64_t* words, int64_t num_words, int64_t first) {
 }
 
 // Ones at [0, count).
-uint64_t low_bits(int64_t count) {
-    return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-}
+uint64_t low_bits(int64_t count) { return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
 }  // namespace
 
@@ -65,8 +63,7 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, const std::vector<Sequ
         size_t end = i;
         while (end < rows.size() && rows[end] < row_start[sequence + 1]) ++end;
         for (size_t j = i; j < end; ++j) local_rows.push_back(rows[j] - row_start[sequence]);
-        const int64_t splits =
-            (all[sequence].num_keys() + KEY_TILE * SPLIT_TILES - 1) / (KEY_TILE * SPLIT_TILES);
+        const int64_t splits = (all[sequence].num_keys() + KEY_TILE * SPLIT_TILES - 1) / (KEY_TILE * SPLIT_TILES);
         for (size_t j = i; j < end; j += block_rows) {
             const int64_t count = std::min<int64_t>(block_rows, end - j);
             max_rows = std::max(max_rows, count);
@@ -74,7 +71,8 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, const std::vector<Sequ
         }
         i = end;
     }
-    const bool can_split = std::any_of(units.begin(), units.end(), [](const Unit& unit) { return unit.num_splits > 1; });
+    const bool can_split =
+        std::any_of(units.begin(), units.end(), [](const Unit& unit) { return unit.num_splits > 1; });
     if (!can_split || num_threads == 1 || units.size() >= static_cast<size_t>(4 * num_threads)) return;
     merges.swap(units);
     for (Unit& whole : merges) {
@@ -119,8 +117,12 @@ SoftmaxState from_query(const SoftmaxState& state, int64_t query, int64_t padded
 class UnitWork {
   public:
     UnitWork(const AttentionCall& call, const AttentionPlan::Unit& unit, AttentionScratch& scratch)
-        : call_(call), unit_(unit), scratch_(scratch), sequence_(call.plan.sequences[unit.sequence]),
-          per_head_(unit.count * call.shape.group), padded_(round_up(call.shape.head_dim, PANEL)),
+        : call_(call),
+          unit_(unit),
+          scratch_(scratch),
+          sequence_(call.plan.sequences[unit.sequence]),
+          per_head_(unit.count * call.shape.group),
+          padded_(round_up(call.shape.head_dim, PANEL)),
           matrix_unit_(per_head_ > call.kernels.max_block_rows ? call.unit : nullptr) {}
 
     int64_t num_queries() const { return per_head_ * call_.shape.num_kv_heads; }
@@ -275,7 +277,8 @@ class UnitWork {
             values[j] = call_.values.at(call_.shape.element, slot, kv_head);
         }
         call_.kernels.keys_to_panels(call_.shape.element, keys, call_.shape.head_dim, scratch_.keys.data());
-        return call_.kernels.values_to_panels(call_.shape.element, values, call_.shape.head_dim, scratch_.values.data());
+        return call_.kernels.values_to_panels(call_.shape.element, values, call_.shape.head_dim,
+                                              scratch_.values.data());
     }
 
     // What a row does not see must not reach it, not even as 0 times infinity.
@@ -365,8 +368,9 @@ void tree_attention_cpu(const TreeAttention& op) {
     std::iota(rows.begin(), rows.end(), 0);
     const AttentionPlan plan(shape, sequences, op.row_start, rows, op.num_threads);
     std::vector<float> peaks(plan.num_partials), sums(plan.num_partials), outs(plan.num_partials * padded);
-    const AttentionCall call = {kernels, shape,         plan,      op.keys, op.values,
-                                op.q,    num_heads * dim, op.window, {peaks.data(), sums.data(), outs.data()}};
+    const AttentionCall call = {kernels,         shape,     plan,
+                                op.keys,         op.values, op.q,
+                                num_heads * dim, op.window, {peaks.data(), sums.data(), outs.data()}};
     std::vector<AttentionScratch> scratch(std::max(1, op.num_threads));
     for (AttentionScratch& own : scratch) own.reserve(shape, plan.max_rows);
     run_team(op.num_threads, [&](int member, Team& team) {

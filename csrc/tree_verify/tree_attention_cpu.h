@@ -19,7 +19,7 @@ namespace viasd {
 constexpr int64_t SPLIT_TILES = 2;
 
 struct AttentionShape {
-    Element element;  // of keys and values
+    Element element;                        // of keys and values
     int64_t num_kv_heads, group, head_dim;  // group: query heads per key head
     float scale, soft_cap;                  // soft_cap 0: none
 };
@@ -95,8 +95,8 @@ struct AttentionCall {
     PoolView keys, values;
     const float* q;  // attending row i, query head h: q + i * q_stride + h * head_dim
     int64_t q_stride;
-    int64_t window;        // 0: none
-    SoftmaxState partials;  // plan.num_partials of them
+    int64_t window;                    // 0: none
+    SoftmaxState partials;             // plan.num_partials of them
     const MatrixUnit* unit = nullptr;  // not null: for units of many queries, keys and values in bfloat16
 };
 

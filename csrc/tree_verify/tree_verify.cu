@@ -7,7 +7,7 @@ namespace viasd {
 namespace {
 
 constexpr int ROW_THREADS = 512;  // where rows of logits are read
-constexpr int WALK_THREADS = 64;   // where only links are
+constexpr int WALK_THREADS = 64;  // where only links are
 constexpr int MOVE_THREADS = 128;
 
 // A usual tree is built in shared memory, where a step takes a tenth of the time that it takes in the cache.
@@ -19,12 +19,13 @@ struct SmallTree {
     int32_t depth[SMALL_ROWS], first_child[SMALL_ROWS], next_sibling[SMALL_ROWS];
 };
 
-__global__ void build_tree_kernel(const int64_t* parents, const int64_t* row_start, int64_t max_rows,
-                                  int64_t num_words, TreeLinks tree) {
+__global__ void build_tree_kernel(const int64_t* parents, const int64_t* row_start, int64_t max_rows, int64_t num_words,
+                                  TreeLinks tree) {
     __shared__ SmallTree small;
     const int64_t first = row_start[blockIdx.x], num_rows = row_start[blockIdx.x + 1] - first;
     parents += first;
-    tree = {tree.ancestors + first * num_words, tree.depth + first, tree.first_child + first, tree.next_sibling + first};
+    tree = {tree.ancestors + first * num_words, tree.depth + first, tree.first_child + first,
+            tree.next_sibling + first};
     if (num_rows > SMALL_ROWS || num_words > SMALL_WORDS) {
         if (threadIdx.x == 0) build_tree_sequence(parents, num_rows, max_rows, num_words, tree);
         return;
@@ -67,7 +68,7 @@ void build_tree_cuda(const int64_t* parents, const int64_t* row_start, int64_t n
     const DeviceGuard guard(place.device);
     if (num_sequences == 0) return;
     build_tree_kernel<<<num_sequences, WALK_THREADS, 0, cuda_stream(place)>>>(parents, row_start, max_rows,
-                                                                                (max_rows + 63) / 64, tree);
+                                                                              (max_rows + 63) / 64, tree);
     require_success(cudaGetLastError());
 }
 
@@ -94,8 +95,8 @@ void compact_kv_cuda(const CompactKVTask<Piece>& task, const TeamCache<Piece>& k
 template void verify_tree_cuda(const VerifyTreeTask<float>&, int64_t, const LaunchPlace&);
 template void verify_tree_cuda(const VerifyTreeTask<Half>&, int64_t, const LaunchPlace&);
 template void verify_tree_cuda(const VerifyTreeTask<BFloat16>&, int64_t, const LaunchPlace&);
-template void compact_kv_cuda(const CompactKVTask<WidePiece>&, const TeamCache<WidePiece>&,
-                              const TeamCache<WidePiece>&, int64_t, const LaunchPlace&);
+template void compact_kv_cuda(const CompactKVTask<WidePiece>&, const TeamCache<WidePiece>&, const TeamCache<WidePiece>&,
+                              int64_t, const LaunchPlace&);
 template void compact_kv_cuda(const CompactKVTask<NarrowPiece>&, const TeamCache<NarrowPiece>&,
                               const TeamCache<NarrowPiece>&, int64_t, const LaunchPlace&);
 

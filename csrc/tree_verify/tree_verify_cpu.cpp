@@ -40,8 +40,12 @@ void verify_sequences(const VerifyTreeInputs& in, const VerifyTreeOutputs& out, 
         const int64_t first = in.row_start[b], num_rows = in.row_start[b + 1] - first;
         SequenceVerdict verdict;
         if (num_rows > 0) {
-            const TreeRows rows = {in.depth + first,      in.first_child + first, in.next_sibling + first,
-                                   in.row_tokens + first, num_rows,               vocab};
+            const TreeRows rows = {in.depth + first,
+                                   in.first_child + first,
+                                   in.next_sibling + first,
+                                   in.row_tokens + first,
+                                   num_rows,
+                                   vocab};
             const Real temperature = static_cast<Real>(in.temperature[b]);
             verdict = verify_sequence(in, rows, first, temperature, laws[worker], out.path + first);
             for (int64_t row = 0; row < num_rows; ++row) verdict.status |= inspect_row(rows, row);

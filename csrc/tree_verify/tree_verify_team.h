@@ -10,27 +10,27 @@ namespace viasd {
 
 template <class T>
 struct VerifyTreeTask {
-    const int32_t* depth;         // [R], as the next six
+    const int32_t* depth;  // [R], as the next six
     const int32_t* first_child;
     const int32_t* next_sibling;
     const int64_t* row_tokens;
-    const int64_t* full_argmax;   // null where the caller gave none
+    const int64_t* full_argmax;  // null where the caller gave none
     const double* uniforms;
     int32_t* path;
-    const int64_t* row_start;     // [B + 1]
-    const double* temperature;    // [B]
-    TeamMatrix<T> full_logits;    // data is null where the caller gave none
+    const int64_t* row_start;   // [B + 1]
+    const double* temperature;  // [B]
+    TeamMatrix<T> full_logits;  // data is null where the caller gave none
     TeamMatrix<T> draft_logits;
     Proposal proposal;
-    float* weights;               // [B, V + Vd]
-    int32_t* num_accepted;        // [B], as the others
+    float* weights;         // [B, V + Vd]
+    int32_t* num_accepted;  // [B], as the others
     int32_t* next_token;
     int32_t* status;
 };
 
 template <class T, class Team>
-HOST_DEVICE inline SequenceVerdict walk_tree(Team& team, const VerifyTreeTask<T>& task, const TreeRows& rows,
-                                             int64_t b, int64_t first, int32_t* path) {
+HOST_DEVICE inline SequenceVerdict walk_tree(Team& team, const VerifyTreeTask<T>& task, const TreeRows& rows, int64_t b,
+                                             int64_t first, int32_t* path) {
     const float temperature = static_cast<float>(task.temperature[b]);
     const bool greedy = !(temperature > 0);
     if (greedy && task.full_argmax) {
@@ -55,8 +55,12 @@ HOST_DEVICE inline void verify_tree_sequence(Team& team, const VerifyTreeTask<T>
     SequenceVerdict verdict;
     if (num_rows > 0) {
         const int64_t vocab = task.full_logits.data ? task.full_logits.width : UNKNOWN_VOCAB;
-        const TreeRows rows = {task.depth + first,      task.first_child + first, task.next_sibling + first,
-                               task.row_tokens + first, num_rows,                 vocab};
+        const TreeRows rows = {task.depth + first,
+                               task.first_child + first,
+                               task.next_sibling + first,
+                               task.row_tokens + first,
+                               num_rows,
+                               vocab};
         int32_t* path = task.path + first;
         int32_t found = 0;
         for (int64_t row = team.rank(); row < num_rows; row += team.size()) {
@@ -101,8 +105,8 @@ struct CompactKVTask {
     Piece* staging;  // [R, num_heads, head_pieces]
 };
 
-// A member moves the same pieces of every row, so nobody waits for another. Sequences whose moves would leave their rows
-// or the cache stay as they are.
+// A member moves the same pieces of every row, so nobody waits for another. Sequences whose moves would leave their
+// rows or the cache stay as they are.
 template <class Piece, class Team>
 HOST_DEVICE inline void compact_kv_sequence(const Team& team, const CompactKVTask<Piece>& task,
                                             const TeamCache<Piece>& cache, int64_t b) {

@@ -1,6 +1,6 @@
-// The kernels of viasd_kernels._cuda on the CPU: compiled with binding_cuda.cpp into a module with the same functions, so
-// that tests without a GPU run what a GPU runs, but for launches and warp reductions. The members of a team take turns on
-// one thread: each runs until it has to wait for the others.
+// The kernels of viasd_kernels._cuda on the CPU: compiled with binding_cuda.cpp into a module with the same functions,
+// so that tests without a GPU run what a GPU runs, but for launches and warp reductions. The members of a team take
+// turns on one thread: each runs until it has to wait for the others.
 #include <ucontext.h>
 
 #include <array>
@@ -129,8 +129,7 @@ template <class Piece>
 void compact_kv_cuda(const CompactKVTask<Piece>& task, const TeamCache<Piece>& k, const TeamCache<Piece>& v,
                      int64_t num_sequences, const LaunchPlace&) {
     for (const TeamCache<Piece>& cache : {k, v}) {
-        for_each_sequence(num_sequences,
-                          [&](TurnTeam& team, int64_t b) { compact_kv_sequence(team, task, cache, b); });
+        for_each_sequence(num_sequences, [&](TurnTeam& team, int64_t b) { compact_kv_sequence(team, task, cache, b); });
     }
 }
 
@@ -140,8 +139,8 @@ template void accept_chain_cuda(const AcceptChainTask<BFloat16>&, int64_t, const
 template void verify_tree_cuda(const VerifyTreeTask<float>&, int64_t, const LaunchPlace&);
 template void verify_tree_cuda(const VerifyTreeTask<Half>&, int64_t, const LaunchPlace&);
 template void verify_tree_cuda(const VerifyTreeTask<BFloat16>&, int64_t, const LaunchPlace&);
-template void compact_kv_cuda(const CompactKVTask<WidePiece>&, const TeamCache<WidePiece>&,
-                              const TeamCache<WidePiece>&, int64_t, const LaunchPlace&);
+template void compact_kv_cuda(const CompactKVTask<WidePiece>&, const TeamCache<WidePiece>&, const TeamCache<WidePiece>&,
+                              int64_t, const LaunchPlace&);
 template void compact_kv_cuda(const CompactKVTask<NarrowPiece>&, const TeamCache<NarrowPiece>&,
                               const TeamCache<NarrowPiece>&, int64_t, const LaunchPlace&);
 

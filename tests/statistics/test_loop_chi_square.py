@@ -15,7 +15,7 @@ CONTROL_TRIALS = 20_000
 FALSE_ALARM = 1e-9
 
 
-@pytest.fixture(params=[50_000, pytest.param(200_000, marks=pytest.mark.full)])
+@pytest.fixture(params=[20_000, pytest.param(200_000, marks=pytest.mark.full)])
 def trials(request):
     return request.param
 

@@ -148,8 +148,7 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize(("drafter", "route"), CONFIGURATIONS)
 def test_greedy_is_transformers_own(lm, first_layers, references, drafter, route):
-    count, new_tokens = (5, 32) if isinstance(lm.model, SkipModel) else (4, 12)
-    run(lm, first_layers, references, drafter, route, count, new_tokens)
+    run(lm, first_layers, references, drafter, route, 4, 20 if isinstance(lm.model, SkipModel) else 8)
 
 
 @pytest.mark.full
