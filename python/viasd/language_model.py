@@ -20,7 +20,7 @@ from viasd.models import Model, SkipModel, TransformersModel
 from viasd.models.hf_mapping import UnknownArchitecture
 from viasd.routing import Route
 from viasd.sampling import Sampling
-from viasd.text import Detokenizer, Prompt, StopStrings, cut_at, encode, is_batch
+from viasd.text import Detokenizer, Prompt, StopStrings, as_lists, cut_at, encode, is_batch
 
 # Shares of the middle sub-layers that routes bypass before a search has found better ones. Measured on the embedded
 # model: evenly spread, 45 % of the middle leaves 1 % of the full model's choices; a seventh of the attentions, 75 %.
@@ -84,8 +84,8 @@ class LanguageModel:
         side by side, as many at a time as memory holds; none changes another's output.
 
         Args:
-            prompt: text, chat messages (dicts with "role" and "content"; the chat template is applied) or ids; or a
-                list of such prompts.
+            prompt: text, chat messages (dicts with "role" and "content"; the chat template is applied) or ids, as a
+                list, tensor or array; or a list of such prompts; or [B, n] ids, which are B prompts.
             seed: of the request's own coins. The same seed gives the same output whatever else is in the call; give a
                 list, one per prompt, to sample the same prompt in different ways.
             speculation: in place of the one that the model was loaded with.
@@ -102,6 +102,7 @@ class LanguageModel:
             DecodeError: a request broke off; its ``results`` hold what all of them generated.
             DecodeInterrupted: Ctrl-C; likewise.
         """
+        prompt = as_lists(prompt)
         prompts = list(prompt) if is_batch(prompt) else [prompt]
         hooks = {"speculation": speculation, "logits_processor": logits_processor, "stopping": stopping}
         run = self._run(prompts, _sampling(settings), seed, hooks, admission)
@@ -131,6 +132,7 @@ class LanguageModel:
         **settings: Any,
     ) -> Stream:
         """Continue one prompt and hand out each token as soon as it is final; arguments as in ``generate``."""
+        prompt = as_lists(prompt)
         if is_batch(prompt):
             raise InvalidInput("prompt: stream takes one prompt, got a list of them")
         hooks = {"speculation": speculation, "logits_processor": logits_processor, "stopping": stopping}
@@ -150,8 +152,8 @@ class LanguageModel:
         requests = []
         for i, prompt in enumerate(prompts):
             own_seed = seed[i] if isinstance(seed, Sequence) else seed
-            if own_seed is None:
-                own_seed = int(torch.randint(2**62, ()))
+            if own_seed is None:  # a greedy request tosses no coin, and leaves torch's generator alone
+                own_seed = int(torch.randint(2**62, ())) if settings.temperature > 0 else 0
             ids = encode(prompt, self.tokenizer)
             own_hooks = hooks
             if settings.stop:

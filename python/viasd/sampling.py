@@ -176,7 +176,7 @@ def edit_row(logits: torch.Tensor, sampling: Sampling, tokens: Sequence[int], nu
     if len(tokens) - num_prompt < sampling.min_new_tokens:
         banned += sampling.eos_token_ids or ()
     for token in banned:
-        if token < width:
+        if 0 <= token < width:
             row[token] = -torch.inf
     return row.to(logits.dtype)
 

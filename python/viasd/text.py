@@ -15,6 +15,13 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 INCOMPLETE = "\ufffd"  # what a decoder shows for a character whose bytes are not all there yet
 
 
+def as_lists(prompt: Any) -> Any:
+    """A prompt, or a list of them, with tensors and arrays of ids as lists; [B, n] ids are B prompts."""
+    if isinstance(prompt, (list, tuple)):
+        return [own.tolist() if hasattr(own, "tolist") else own for own in prompt]
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
 def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is a list of prompts rather than one of ids or of chat messages."""
     return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple))

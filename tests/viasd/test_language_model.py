@@ -65,6 +65,34 @@ def test_a_list_of_prompts_gives_a_list_in_order(lm):
     assert [len(result) for result in (lm.generate(["w5"]), lm.generate([[5]]))] == [1, 1]
 
 
+def test_tensors_and_arrays_are_prompts_too(lm):
+    expected = lm.generate([[5, 6, 7], [8, 9, 5]], max_new_tokens=6)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 5]])
+    for given in (ids, ids.int(), ids.numpy(), list(ids), list(ids.numpy())):
+        assert [own.tokens for own in lm.generate(given, max_new_tokens=6)] == [own.tokens for own in expected]
+    for given in (ids[0], ids[0].int(), ids[0].numpy(), list(ids[0])):
+        assert lm.generate(given, max_new_tokens=6).tokens == expected[0].tokens
+        assert [token.id for token in lm.stream(given, max_new_tokens=6)] == expected[0].tokens
+    assert len(lm.generate(ids[:1], max_new_tokens=2)) == 1
+    with pytest.raises(InvalidInput, match="stream takes one prompt"):
+        lm.stream(ids[:1])
+    with pytest.raises(InvalidInput, match="got a list with float"):
+        lm.generate(ids[0].float())
+
+
+def test_a_greedy_call_leaves_torchs_generator_alone(lm):
+    before = torch.get_rng_state()
+    lm.generate([5, 6], max_new_tokens=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    lm.generate([5, 6], max_new_tokens=4, temperature=1.0)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_end_that_is_no_token_masks_none(lm):
+    settings = {"max_new_tokens": 12, "logit_bias": {59: 1e4}}  # 59 is the last id
+    assert lm.generate([5, 6], eos_token_ids=-1, min_new_tokens=5, **settings).tokens == [59] * 12
+
+
 def test_seeds_belong_to_requests(lm):
     def sample(prompt, seed):
         return lm.generate(prompt, max_new_tokens=12, temperature=1.0, seed=seed)

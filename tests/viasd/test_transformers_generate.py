@@ -105,6 +105,13 @@ def test_return_dict_has_the_same_scores_and_logits(model, inputs):
     assert without.logits is None
 
 
+def test_a_greedy_call_leaves_torchs_generator_alone(model, inputs):
+    ours(model, inputs, max_new_tokens=3, do_sample=False)  # prepares
+    before = torch.get_rng_state()
+    ours(model, inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Recording(LogitsProcessor):
     """Notes the ids that it is given."""
 

@@ -134,7 +134,7 @@ class TransformersGenerate:
         requests = [
             Request(
                 input_ids[b, first:].tolist(),
-                Sampling(**sampling, seed=int(torch.randint(2**62, ()))),
+                Sampling(**sampling, seed=int(torch.randint(2**62, ())) if config.do_sample else 0),
                 logits_processor=batch.processor(b, first) if batch.processors else None,
                 stopping=batch.stopping(b, first),
                 keep_logits=keep_logits,
