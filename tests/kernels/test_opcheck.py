@@ -1,4 +1,4 @@
-"""torch.library.opcheck of every op, implementation and optional argument; Triton's are in interpreted/."""
+"""torch.library.opcheck of every op, implementation and optional argument; Triton's are in gpu/."""
 
 import pytest
 import torch

@@ -153,6 +153,16 @@ def test_the_generic_path_sees_every_change_too(change):
     assert torch.equal(model.generate(IDS, custom_generate=decode, **OPTIONS), plain(model))
 
 
+class Negated:
+    """A method that is no function."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __get__(self, part, kind):
+        return self if part is None else lambda x: -self.forward(part, x)
+
+
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
 def test_patches_of_classes_and_functions_come_and_go(monkeypatch, implementation):
     model, decode = sharpened(), viasd.transformers_generate(speculation=FIXED, implementation=implementation)
@@ -167,6 +177,11 @@ def test_patches_of_classes_and_functions_come_and_go(monkeypatch, implementatio
         assert not torch.equal(expected, before)
         assert torch.equal(model.generate(IDS, custom_generate=decode, **OPTIONS), expected)
     assert torch.equal(model.generate(IDS, custom_generate=decode, **OPTIONS), before)
+    for method in (functools.partialmethod(lambda own, x: -own_forward(own, x)), Negated(own_forward)):
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama.LlamaMLP, "forward", method)
+            assert torch.equal(model.generate(IDS, custom_generate=decode, **OPTIONS), expected)
+            assert implementation == "transformers" or "has a patched forward" in decode.prepared.model.reason
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: own_rotation(-q, k, *args))
         expected = plain(model)

@@ -123,7 +123,7 @@ class _Passes:
         self.cache.pool.give(own)
 
 
-def slim_cost(model: Model, route: Route, num_rows: int = 8, pairs: int = 9) -> float:
+def slim_cost(model: Model, route: Route | None, num_rows: int = 8, pairs: int = 9) -> float:
     """Time of a pass on the route relative to a full pass of as many rows: the median of pairs, one after the other."""
     passes = _Passes(model)
     num_rows = num_rows if passes.fits(num_rows) else 1

@@ -26,9 +26,9 @@ def structure_of(model: nn.Module) -> tuple[object, ...]:
     config: Any = model.config
     return (
         tuple((name, type(part), _hooks_of(part), tuple(settings_of(part).items())) for name, part in parts),
-        tuple((name, weight.dtype, weight.device, weight.shape) for name, weight in tensors_of(model)),
+        tuple((name, weight.dtype, weight.device, weight.shape) for name, weight in _tensors_of(model)),
         tuple((kind, kind.forward, kind.__call__) for kind in kinds),
-        tuple(function for kind in kinds for function in functions_beside(kind)),
+        tuple(functions_of(home) for home in dict.fromkeys(kind.__module__ for kind in kinds)),
         (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks),
         config_hash(config),
         getattr(config, "_attn_implementation", None),
@@ -37,13 +37,7 @@ def structure_of(model: nn.Module) -> tuple[object, ...]:
 
 def weights_of(model: nn.Module) -> tuple[int, ...]:
     """Digests of the parameters and buffers: one read of each. Writes past autograd, as by ``p.data``, are seen too."""
-    return tuple(digest(weight) for _, weight in tensors_of(model))
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    return tuple(digest(weight) for _, weight in _tensors_of(model))
 
 
 def settings_of(part: nn.Module) -> dict[str, object]:
@@ -55,10 +49,15 @@ def settings_of(part: nn.Module) -> dict[str, object]:
     }
 
 
-def functions_beside(kind: type) -> tuple[FunctionType, ...]:
-    """The functions of the file that defines a class, which its forward may call."""
-    defined = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+def functions_of(home: str) -> tuple[FunctionType, ...]:
+    """The functions in a Python module by its name, which the forwards of the classes in it may call."""
+    defined = vars(sys.modules[home]) if home in sys.modules else {}
     return tuple(value for value in defined.values() if isinstance(value, FunctionType))
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _hooks_of(part: nn.Module) -> tuple[object, ...]:

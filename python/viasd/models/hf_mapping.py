@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from viasd.errors import UnsupportedModel
-from viasd.models.fingerprint import functions_beside, settings_of
+from viasd.models.fingerprint import functions_of, settings_of
 from viasd_kernels import DecoderConfig, LayerConfig, RopeConfig
 
 FAMILIES = {
@@ -34,7 +33,8 @@ ROPE_KEYS = {
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.Dropout)
-LIBRARIES = frozenset({"transformers", "kernels", "torch", *sys.stdlib_module_names})
+MODEL_LIBRARIES = frozenset({"transformers", "kernels", "torch"})
+LIBRARIES = MODEL_LIBRARIES | sys.stdlib_module_names
 
 
 class UnknownArchitecture(UnsupportedModel):
@@ -205,21 +205,21 @@ def _check_parts(module: nn.Module, expected: str) -> None:
         # Transformers hangs its own in, to collect hidden states.
         if not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
             raise UnknownArchitecture(f"{name or 'the model'} has forward hooks")
-        if "forward" in vars(part) or not _is_library_code(own.forward):
+        if "forward" in vars(part) or not _comes_from(MODEL_LIBRARIES, own.forward):
             raise UnknownArchitecture(f"{name or 'the model'} has a patched forward")
         _check_settings(name or "the model", part, made.pop(name))
     if made:
         raise UnknownArchitecture(f"{next(iter(made))} is missing")
-    for function in functions_beside(kind):
-        if not _is_library_code(function):
+    for function in functions_of(kind.__module__):
+        if not _comes_from(LIBRARIES, function):
             raise UnknownArchitecture(f"{kind.__module__} has a patched {function.__name__}")
 
 
-def _is_library_code(function: FunctionType) -> bool:
-    """Whether it was defined in Transformers, torch or Python, and likewise all that it wraps."""
-    home = function.__globals__.get("__name__", "")
+def _comes_from(libraries: Set[str], function: Any) -> bool:
+    """Whether it is a function defined in one of these, and likewise all that it wraps."""
+    home: str = getattr(function, "__globals__", {}).get("__name__", "")
     inner = getattr(function, "__wrapped__", None)
-    return home.partition(".")[0] in LIBRARIES and (inner is None or _is_library_code(inner))
+    return home.partition(".")[0] in libraries and (inner is None or _comes_from(libraries, inner))
 
 
 def _check_settings(name: str, part: nn.Module, made: nn.Module) -> None:

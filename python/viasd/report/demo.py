@@ -112,7 +112,7 @@ def show(console: Console, lm: LanguageModel, prompts: Sequence[str], measuremen
     console.print()
     console.print(comparison(measurements))
     console.print()
-    for sentence in verdicts(plain, two_tiers, three_tiers, slim_cost(lm.model, lm.route) if lm.route else 1.0):
+    for sentence in verdicts(plain, two_tiers, three_tiers, slim_cost(lm.model, lm.route)):
         console.print(sentence)
 
 
